@@ -40,8 +40,8 @@ def digest_buffers(model: torch.nn.Module) -> str:
 def _whole(
     tensors: Iterable[tuple[str, Tensor]], split: frozenset[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that every rank holds, of a subclass, as quantised weights are, those that it is
-    made of; no shards (DTensor)."""
+    """The tensors that every rank holds whole, so no DTensor. A tensor of a subclass, for example
+    a quantised weight, is replaced by the tensors that it is made of."""
     for name, tensor in tensors:
         if name in split or isinstance(tensor, DTensor) or tensor.is_meta:
             continue
@@ -61,7 +61,7 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], *, reads_all: bool = T
     for name, tensor in sorted(tensors, key=itemgetter(0)):
         values = _digest_of(tensor) if reads_all else ""
         sha.update(f"{name} {tensor.dtype} {list(tensor.shape)} {values}".encode())
-        # Of what is written through `.data`, which no version counts, these alone are seen.
+        # Only these show what was written through `.data`, which changes no version.
         step = max(1, tensor.numel() // _SAMPLES_PER_PARAMETER)
         samples.append(tensor.flatten()[::step][:_SAMPLES_PER_PARAMETER].cpu().float())
     if samples:

@@ -81,7 +81,7 @@ def choose_experts(model: PreTrainedModel) -> None:
 def quantise_experts(
     experts: Any, name: str, source: Lazy, cut: Cut | None, scheme: str, dtype: torch.dtype
 ) -> nn.Parameter:
-    """Makes one of the two tensors of experts a quantised one, with its scales beside it."""
+    """Quantises one of the two tensors of experts, and gives the module its scales."""
     is_transposed = getattr(experts, "is_transposed", False)
     count = source.shape[0]
     for expert in range(count):

@@ -25,8 +25,8 @@ _SINKS = "sinks"
 _SIZES_OF_QUERIES = ("num_heads", "num_attention_heads")
 _SIZES_OF_KEYS = ("num_key_value_heads", "kv_heads")
 _WIDTHS_OF_QUERIES, _WIDTH_OF_KEYS = ("split_size", "embed_dim"), "kv_dim"
-# The number of runs of heads that a packed projection has one behind the other, each with its
-# queries, values and keys (CodeGen).
+# The number of runs of heads in a packed projection, each with its queries, values and keys
+# (CodeGen).
 _RUNS = "mp_num"
 
 
@@ -213,8 +213,8 @@ class HeadPlanner:
         return tuple((first + begin, first + end) for first, (begin, end) in parts)
 
     def _cut_norms(self, norms: Mapping[str, nn.Module]) -> tuple[bool, list[str]]:
-        """Cuts the norms but those of single heads that are all the same; whether one comes behind
-        attention, and the names of those over the features of all heads."""
+        """Cuts all norms but those that are the same for every head. Returns whether one of them
+        follows attention, and the names of the norms over the features of all heads."""
         is_any_behind, over_heads = False, []
         for child, module in norms.items():
             is_behind, of_keys = not child.startswith(("q", "k")), child.startswith("k")

@@ -114,7 +114,7 @@ def _text_config(
     text = config.get_text_config(decoder=True)
     if text is not config and not config.is_encoder_decoder:
         text.dtype = text.dtype or config.dtype
-        # As transformers, which ties nothing of which the checkpoint has both.
+        # As transformers: where the checkpoint has both weights, they are not tied.
         is_tied = any(getattr(x, "tie_word_embeddings", False) for x in (config, text))
         text.tie_word_embeddings = not checkpoint.take_text() and is_tied
         config = text

@@ -88,8 +88,8 @@ class Mesh:
         return slices(size, self.world_size)[self.rank]
 
     def own_heads(self, num_heads: int) -> Range:
-        """The query heads, of the `num_heads` of its tensor group's kv heads, that this rank goes
-        on with after attention: those that `torch.tensor_split` over the context group gives it."""
+        """Query heads that this rank keeps after attention, out of `num_heads` of its tensor group:
+        what `torch.tensor_split` over the context group gives it."""
         count, more = divmod(num_heads, self.context_size)
         begin = self.context_rank * count + min(self.context_rank, more)
         return begin, begin + count + (self.context_rank < more)

@@ -81,7 +81,7 @@ class Stacked(Lazy):
 
 
 class Joined(Lazy):
-    """Sources one behind the other along an axis, as torch.cat puts them together."""
+    """Sources joined along an axis, as torch.cat joins them."""
 
     def __init__(self, sources: Sequence[Lazy], dim: int = 0) -> None:
         self._sources, self._dim, self.dtype = sources, dim, sources[0].dtype
@@ -119,8 +119,8 @@ def _read(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Cut:
-    """The parts [begin, end) that this rank keeps of an axis of a parameter, one behind the other,
-    and zeros behind them."""
+    """The parts [begin, end) of one axis of a parameter that this rank keeps, joined, with `zeros`
+    zeros at the end."""
 
     dim: int
     ranges: tuple[Range, ...]

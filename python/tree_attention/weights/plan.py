@@ -28,8 +28,8 @@ from .heads import (
 from .mesh import Mesh
 from .parts import Cut, Range
 
-# The linear layers of an MLP: those that give its inner features, or several of them one behind the
-# other, and the one that takes them.
+# The linear layers of an MLP: the ones whose outputs are its inner features (one layer may give
+# several such outputs, joined), and the one whose inputs they are.
 _MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate_up_proj",), "down_proj"),
@@ -63,7 +63,7 @@ class WeightPlan:
     summed: list[str] = field(default_factory=list)  # modules that are added up over the ranks
     # Norms over features that are split, and how many ranks hold the same of them.
     norms: dict[str, int] = field(default_factory=dict)
-    # Attributes that are other than in the whole module.
+    # Attributes whose values differ from those of the whole module.
     sizes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)  # give zeros here, as the first rank does them
     # Weights of linear layers, and tensors of experts, that may have fewer bits.

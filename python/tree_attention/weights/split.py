@@ -89,7 +89,8 @@ def attach(
     *,
     is_quantised: bool = False,
 ) -> None:
-    """Notes on `model` how it is split, refuses what then cannot work, tells what is not cut."""
+    """Notes on `model` how it is split, refuses what then cannot work, and warns of large weights
+    that are not cut."""
     vars(model).update({_MESH: mesh, _PLAN: made, _DIGEST: digest})
     model.requires_grad_(False)
     refusals = dict.fromkeys(_OF_FLOATS, _refuse_quantised) if is_quantised else {}
@@ -156,7 +157,7 @@ def split_tensors(model: nn.Module) -> tuple[frozenset[str], str]:
     made: WeightPlan | None = vars(model).get(_PLAN)
     if made is None:
         return frozenset(), ""
-    # Scales of quantised weights and experts are beside them.
+    # Quantised weights and experts have scales, which are cut like them.
     scales = [f"{x.removesuffix('weight')}scale" for x in made.linears]
     scales += [f"{x}_scale" for x in made.experts]
     return frozenset((*made.cuts, *scales, f"{made.embedding}.{_ROWS}")), vars(model)[_DIGEST]
@@ -171,8 +172,8 @@ def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Any) -> Any:
 def _norm_over_ranks(
     mesh: Mesh, size: int, copies: int, module: nn.Module, args: tuple[Tensor, ...], output: Tensor
 ) -> Tensor:
-    """Replaces the mean of squares of this rank's features by that of all `size` of them, of which
-    `copies` ranks hold each."""
+    """Normalises by the mean of squares of all `size` features instead of this rank's; `copies`
+    ranks hold each feature."""
     eps = eps_of(module) or 0.0
     squares = args[0].float().square().sum(dim=-1, keepdim=True)
     mean = mesh.sums.all_reduce(squares, timeout=mesh.timeout) / (copies * size)

@@ -44,7 +44,7 @@ def check_model(op: str, model: Any) -> Mesh | None:
 
 
 def _check_whole(op: str, model: PreTrainedModel) -> None:
-    """Refuses weights of which this rank has only a part, by a split that is not ours."""
+    """Refuses weights that somebody else has split or moved away."""
     split = None
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):

@@ -20,7 +20,7 @@ from .window import StaticWindowLayer, WindowLayer
 _STATES = ("linear_attention", "conv")
 _CLASSES: dict[str, type[Any]] = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {})
 _NAMES = {kind: kind for kind in _STATES} | dict.fromkeys(("moe", "mlp"), "dummy")
-# The class of transformers for each kind without keys, of those that this release has.
+# The class of transformers for each kind of layer without keys that this release has.
 _STATE_LAYERS = {kind: _CLASSES[name] for kind, name in _NAMES.items() if name in _CLASSES}
 # Models whose layers go on from a state with several tokens, so that prompts may be read in chunks.
 # The layers of other models, as Bamba and Jamba, forget the state with every chunk in transformers

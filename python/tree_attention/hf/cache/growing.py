@@ -423,7 +423,8 @@ class TreeCacheLayer(CacheLayerMixin):
     def _reallocate(
         self, used: slice | Tensor, capacity: int, dropped: int, rows: Tensor | None = None
     ) -> None:
-        """Replaces the buffers by some for `capacity` slots, with those `used`, of these rows."""
+        """Replaces the buffers by ones with `capacity` slots, and copies into them the slots `used`
+        of the sequences `rows`, or of all sequences."""
 
         def reallocate(x: Tensor) -> Tensor:
             batch = len(x) if rows is None else len(rows)

@@ -14,7 +14,7 @@ def check_taken(
     what: str, dtype: torch.dtype, keys: Tensor, values: Tensor, scales: Mapping[str, Any]
 ) -> None:
     """Raises ValueError, which says that `what` is not taken, unless queries of `dtype` can attend
-    to keys and values such as these, of which there need be none."""
+    to keys and values such as these, which may be empty."""
     queries = torch.empty((1, 1, 1, keys.shape[3]), dtype=dtype, device=keys.device)
     keys, values = (x[:1, :1, :0] for x in (keys, values))
     try:
@@ -30,7 +30,7 @@ def no_rows(
     kv_dtype: torch.dtype | None,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Keys, values and their scales, of which there are none, as a cache keeps those of `dtype`."""
+    """Empty keys, values and scales, as a cache keeps the keys of a model in `dtype`."""
     keys, values = (
         torch.empty((1, 1, 0, n), dtype=kv_dtype or dtype, device=device) for n in columns
     )

@@ -129,7 +129,7 @@ class Shard:
 
 
 class Moves:
-    """Rows of a run of tokens, which go from the ranks of one place to those of another."""
+    """Moves rows of a run of tokens from the ranks that have them to the ranks that need them."""
 
     def __init__(self, shard: Shard, old: Place, new: Place, length: int) -> None:
         self._exchange = shard.exchange
@@ -143,8 +143,8 @@ class Moves:
         )
 
     def apply(self, op: str, signature: Signature, x: Tensor) -> Tensor:
-        """Collective: of the rows `[batch, num_heads_kv, tokens, ...]` of the tokens that this rank
-        has, those of the tokens that it gets."""
+        """Collective: sends the rows `[batch, num_heads_kv, tokens, ...]` of the tokens that this
+        rank has, and returns the rows of the tokens that it gets."""
 
         def empty(count: int) -> Tensor:
             return x.new_empty((*x.shape[:2], count, *x.shape[3:]))

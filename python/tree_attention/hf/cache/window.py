@@ -15,7 +15,7 @@ from .token_split import current_token_split
 # The number of tokens that `crop` can always take back: prompt lookup and assisted decoding remove
 # the candidates that the model did not choose.
 MARGIN = 128
-# The number of slots of a page, of which the buffers are made.
+# The number of slots of a page; the buffers are a whole number of pages.
 STEP = 64
 
 
@@ -142,4 +142,4 @@ class WindowLayer(TreeCacheLayer):
 
 
 class StaticWindowLayer(WindowLayer, StaticTreeCacheLayer):
-    """The ring of one layer, of which the buffers have their full size at once."""
+    """The ring of one layer, whose buffers have their full size from the start."""

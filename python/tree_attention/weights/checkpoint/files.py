@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The files of a checkpoint, of which the JSON is checked before anything is built by it."""
+"""The files of a checkpoint, whose JSON is checked before anything is built from it."""
 
 import os
 import reprlib

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..parts import Lazy, OfFile
 
-# What is behind the name of a weight of FP8 to name its scales, and of MXFP4 for its two tensors.
+# Endings of names: of the scales of a weight in FP8, and of the two tensors of one in MXFP4.
 _FP8, _MXFP4 = "_scale_inv", ("_blocks", "_scales")
 _METHODS = ("fp8", "mxfp4")
 # The numbers that a half byte of MXFP4 stands for (OCP Microscaling Formats 1.0, FP4 E2M1): bits of
@@ -97,7 +97,7 @@ def check_format(path: object, quantization: Mapping[str, Any]) -> None:
 
 
 def sources_of(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Lazy]:
-    """The weights of a checkpoint by name, of whose tensors two may make one."""
+    """The weights of a checkpoint by name; two tensors of the files may make one weight."""
     found: dict[str, Lazy] = {}
     block, rest = _block_of(quantization), dict(tensors)
     while rest:

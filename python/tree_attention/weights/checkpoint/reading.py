@@ -64,8 +64,8 @@ class Checkpoint:
             raise ValueError(f"from_pretrained: {path}: {error}") from None
 
     def take_text(self) -> bool:
-        """Leaves the weights of the text alone, of a model of text and images, by their names in a
-        model of the text; whether there is a head among them."""
+        """Drops all weights but the text's, of a model of text and images, and gives them the names
+        that they have in a model of text alone. Returns whether they include the head's."""
         texts = {
             new + name.removeprefix(old): source
             for name, source in self._sources.items()

@@ -42,7 +42,7 @@ from .index import (
 
 Cache = TypeVar("Cache", bound=Saved)
 
-# How many times a cache is read while saves beside it remove the files of its index.
+# How many times a cache is read again when another save has removed the files of its index.
 _READINGS = 5
 
 

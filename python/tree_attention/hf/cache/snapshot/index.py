@@ -29,7 +29,7 @@ T = TypeVar("T")
 INDEX = "index.json"
 _FORMAT, _VERSION = "tree_attention.hf.TreeCache", 4
 PREFIX = "cache-"
-# The names of the files beside the index, finished or not.
+# The names of the other files in the directory, finished or not.
 _OWN_NAME = re.compile(
     rf"{PREFIX}(\d+-of-\d+-[0-9a-f]{{16}}\.safetensors|(\d+-of-\d+|index)\.\d+\.tmp)"
 )
@@ -41,7 +41,7 @@ _DTYPES = {
 # The states of a layer that keeps some, by the number of each.
 _STATES = ("conv_states", "recurrent_states")
 _STATE = re.compile(rf"({'|'.join(_STATES)})\.(\d{{1,4}})")
-# What decides a model's keys and values, beside its weights.
+# The fields of a configuration that decide a model's keys and values.
 _MODEL_FIELDS = (
     "model_type",
     "num_hidden_layers",
@@ -212,7 +212,7 @@ def remove_unless_named(path: Path, name: str) -> None:
 
 
 def digest_of(index: Mapping[str, Any]) -> str:
-    """The SHA-256 of what an index says beside it, however its JSON is written."""
+    """The SHA-256 of an index without its own digest, however its JSON is written."""
     entries = {name: value for name, value in index.items() if name != "sha256"}
     canonical = json.dumps(entries, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
