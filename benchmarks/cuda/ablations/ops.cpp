@@ -121,8 +121,7 @@ void for_each_tile(const F& f) {
 TORCH_LIBRARY(tree_attention_ablations, m) {
   m.def("equal_splits(" TREE_ATTENTION_DECODE_SCHEMA ") -> (Tensor o, Tensor lse)");
   m.def("waiting_fixup(" TREE_ATTENTION_DECODE_SCHEMA ") -> (Tensor o, Tensor lse)");
-  m.def("stamped(Tensor(a!) stamps, " TREE_ATTENTION_DECODE_SCHEMA
-        ") -> (Tensor o, Tensor lse)");
+  m.def("stamped(Tensor(a!) stamps, " TREE_ATTENTION_DECODE_SCHEMA ") -> (Tensor o, Tensor lse)");
   for_each_tile([&](const std::string& name, auto) {
     m.def((name + "(" TREE_ATTENTION_DECODE_SCHEMA ") -> (Tensor o, Tensor lse)").c_str());
   });

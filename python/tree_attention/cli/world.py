@@ -170,7 +170,8 @@ def _join(
     except RuntimeError as error:
         raise ExchangeError(
             f"rank {rank} of {size}: the ranks did not meet at {host}:{port}, for which they have "
-            f"{seconds:g} s: {sentence(error)}; start all {size} ranks, each within that time"
+            f"{seconds:g} s: {sentence(error)}; start all {size} ranks (WORLD_SIZE; this one has "
+            f"RANK {rank}), each within that time"
         ) from error
 
 
