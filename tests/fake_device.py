@@ -174,6 +174,7 @@ def fake_cuda() -> Iterator[None]:
     try:
         with (
             mock.patch.object(torch.cuda, "_lazy_init"),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
             mock.patch.object(torch, "tensor", tensor),
             mock.patch.object(torch, "Generator", Generator),
             mock.patch.object(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state()),

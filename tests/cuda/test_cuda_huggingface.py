@@ -57,7 +57,7 @@ def generate(
     if arguments["do_sample"]:
         hf.seed_ranks(seed=SEED + rank)
     output = model.generate(**prompts_on_device(), **arguments, return_dict_in_generate=True)
-    keys = output.past_key_values.layers[0].keys
+    keys = output.past_key_values.layers[0].buffers()["keys"]
     assert isinstance(output.past_key_values, hf.TreeCache) and keys.is_cuda
     assert torch.equal(output.sequences.cpu(), tokens)
 

@@ -17,7 +17,7 @@ from helpers import Problem, assert_same_bits, make_problem, paginate
 from sharded import CASES, make_case, merged
 from tree_attention import BlockCyclic, ring_decode, strategies, tree_decode
 from tree_attention.exchange import Communicator, Link, get_communicator
-from tree_attention.exchange.transport import buffers, messages
+from tree_attention.exchange.transport import buffers, process_group
 
 State = tuple[Tensor, Tensor]
 CUDA = torch.device("cuda")
@@ -125,7 +125,7 @@ def stage(rank: int, world_size: int) -> None:
         made.append(buffers.host_memory(num_bytes))
         return made[-1]
 
-    with mock.patch.object(messages, "host_memory", host_memory):
+    with mock.patch.object(process_group, "host_memory", host_memory):
         tree_decode(own.q, own.k, own.v, group=on_cuda)
         assert on_cuda.bytes_sent == on_cpu.bytes_sent > 0
         link = on_cuda.link

@@ -17,7 +17,7 @@ namespace {
 using namespace tree_attention;
 using cuda::Float4;
 
-constexpr int kThreads = 64, kMaxRows = 64;  // rows that the scratch memory does not hold at once
+constexpr int kThreads = 64, kMaxRows = 128;  // rows that the scratch memory does not hold at once
 
 struct OutputSink {
   float *o, *lse;
