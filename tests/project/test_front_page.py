@@ -1,30 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""README.md: its order, its pictures, its commands and its numbers."""
+"""README.md: its commands, its links and its numbers."""
 
 import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from tree_attention.__main__ import main
+from tree_attention.planning.arithmetic import TENSOR, Plan, Work
+from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import NAMED
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-LINES = README.splitlines()
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-ORDER = (
-    "Install, and see it run",
-    "A HuggingFace model",
-    "Your own engine",
-    "A cluster",
-    "Measured",
-    "The papers",
-    "Read on",
-)
-
-
-def test_installing_is_at_the_top():
-    assert next(i for i, line in enumerate(LINES, 1) if "pip install" in line) <= 25
 
 
 def test_the_two_commands_of_a_fresh_clone_stand_side_by_side():
@@ -36,32 +26,41 @@ def test_the_two_commands_of_a_fresh_clone_stand_side_by_side():
         assert re.search(r"^source .*/setup\"$", text, re.MULTILINE), f"{command} does not set up"
 
 
-def test_three_pictures():
-    assert re.findall(r"!\[[^\]]+\]\(([^)]*)\)", README) == [
-        f"docs/{name}" for name in ("architecture.svg", "tokens.png", "contexts.png")
-    ]
-
-
-def test_order_of_the_sections():
-    assert tuple(re.findall(r"^## (.*)$", README, re.MULTILINE)) == ORDER
-
-
 def test_every_page_is_in_the_index():
-    index = README[README.index("## Read on") :]
+    index = README[README.index("## Documentation") :]
     linked = set(re.findall(r"\]\(docs/([\w.]+)", index))
     assert linked | {"measured.md"} == {page.name for page in PAGES}
     assert "](docs/measured.md)" in README  # where its figures begin
 
 
-def test_line_of_the_plan(capsys):
-    """The plan prints the line that README shows."""
-    (found,) = re.findall(
-        r"^(python -m tree_attention plan [^#]*?) +#.*\n#   (.*)$", README, re.MULTILINE
-    )
-    command, shown = found
-    assert main(shlex.split(command)[3:]) == 0
-    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert shown.split() in printed
+def plan_of(ranks: int, context: int) -> Plan:
+    hosts = Hosts(MACHINES["cpu"], LINKS["10gbe"])
+    return Plan(NAMED["llama-3.1-8b"], hosts, ranks, Work(context))
+
+
+def test_rows_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command runs, and the table says what its best form takes."""
+    (command,) = re.findall(r"^python -m tree_attention (plan .*)$", README, re.MULTILINE)
+    assert main(shlex.split(command)) == 0
+    assert "4 ranks" in capsys.readouterr().out
+    section = README.split("### How fast will it be?")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    assert len(rows[2:]) == 3
+    for hosts, size, token, prompt in rows[2:]:
+        plan = plan_of(int(hosts), 128 << 10)
+        split = plan.split(plan.best())
+        assert size.strip() == f"{(split.weights_bytes + split.cache_bytes) / 1e9:.1f} GB"
+        assert token.strip() == f"{1e3 * split.token_seconds(plan.hosts).total:.0f} ms"
+        assert prompt.strip() == f"{split.prefill_seconds(plan.hosts).total / 60:.1f} minutes"
+    plan = plan_of(16, 1 << 20)
+    ours, tensor = (plan.split(form) for form in (plan.best(), TENSOR))
+    found = [
+        (f"{1e3 * x.token_seconds(plan.hosts).total:.0f} ms", f"{x.cache_bytes / 1e9:.1f} GB")
+        for x in (ours, tensor)
+    ]
+    words = " ".join(section.split())
+    assert f"takes {found[0][0]} and each host holds {found[0][1]} of cache" in words
+    assert f"tensor parallelism alone takes {found[1][0]} and {found[1][1]}" in words
 
 
 def test_numbers_of_the_architecture():
