@@ -8,8 +8,8 @@
 #include <cuda_runtime_api.h>
 
 #include <compare>
+#include <map>
 #include <mutex>
-#include <set>
 
 namespace tree_attention::cuda {
 
@@ -21,10 +21,12 @@ struct KernelUse {
   auto operator<=>(const KernelUse&) const = default;
 };
 
-inline cudaError_t load(const KernelUse& use) {
+inline cudaError_t load(const KernelUse& use, int& ptx_version) {
   cudaFuncAttributes attributes;
   cudaError_t error = cudaFuncGetAttributes(&attributes, use.kernel);  // which loads it
-  if (error != cudaSuccess || !use.large_shared_memory) return error;
+  if (error != cudaSuccess) return error;
+  ptx_version = attributes.ptxVersion;
+  if (!use.large_shared_memory) return cudaSuccess;
   int most;
   error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, use.device);
   if (error != cudaSuccess) return error;
@@ -37,21 +39,27 @@ inline cudaError_t load(const KernelUse& use) {
 }
 
 // Loads a kernel onto the current device, unless it is there, without a trace in captures.
-inline cudaError_t load_kernel(const void* kernel, bool large_shared_memory) {
+// `ptx_version` becomes ten times the compute capability that its code was written for, which may
+// be older than the device: the driver compiles PTX for devices that came later.
+inline cudaError_t load_kernel(const void* kernel, bool large_shared_memory, int& ptx_version) {
   static std::mutex mutex;
-  static auto* const loaded = new std::set<KernelUse>;  // threads may launch until the process ends
+  // Threads may launch until the process ends.
+  static auto* const ptx_versions = new std::map<KernelUse, int>;
   KernelUse use{kernel, 0, large_shared_memory};
   cudaError_t error = cudaGetDevice(&use.device);
   if (error != cudaSuccess) return error;
   const std::lock_guard lock(mutex);
-  if (loaded->contains(use)) return cudaSuccess;
+  if (const auto loaded = ptx_versions->find(use); loaded != ptx_versions->end()) {
+    ptx_version = loaded->second;
+    return cudaSuccess;
+  }
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   error = cudaThreadExchangeStreamCaptureMode(&mode);
   if (error != cudaSuccess) return error;
-  error = load(use);
+  error = load(use, ptx_version);
   const cudaError_t restored = cudaThreadExchangeStreamCaptureMode(&mode);
   if (error != cudaSuccess) return error;
-  if (restored == cudaSuccess) loaded->insert(use);
+  if (restored == cudaSuccess) ptx_versions->emplace(use, ptx_version);
   return restored;
 }
 

@@ -10,15 +10,17 @@
 namespace tree_attention::cuda {
 
 // `early`: the grid may begin before the one ahead of it in the stream has ended (programmatic
-// dependent launch, compute capability 9.0), and waits for that by griddepcontrol_wait.
+// dependent launch, compute capability 9.0), and waits for that by griddepcontrol_wait, which is
+// nothing in code for older devices: that does not begin before.
 template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned num_threads,
                           size_t shared_bytes, cudaStream_t stream, const Params& params,
                           bool early = false) {
+  int ptx_version;
   const cudaError_t error =
-      load_kernel(reinterpret_cast<const void*>(kernel), shared_bytes > 48 * 1024);
+      load_kernel(reinterpret_cast<const void*>(kernel), shared_bytes > 48 * 1024, ptx_version);
   if (error != cudaSuccess) return error;
-  if (early) {
+  if (early && ptx_version >= 90) {
     cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -32,8 +34,9 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned 
 template <typename Params>
 cudaError_t find_resident_blocks(void (*kernel)(Params), int num_threads, size_t shared_bytes,
                                  int* blocks) {
+  int ptx_version;
   const cudaError_t error =
-      load_kernel(reinterpret_cast<const void*>(kernel), shared_bytes > 48 * 1024);
+      load_kernel(reinterpret_cast<const void*>(kernel), shared_bytes > 48 * 1024, ptx_version);
   if (error != cudaSuccess) return error;
   return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kernel, num_threads, shared_bytes);
 }

@@ -43,6 +43,7 @@ cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object
 // Kernels and their attributes, for test_kernel_loading.cpp.
 struct cudaFuncAttributes {
   size_t sharedSizeBytes;
+  int ptxVersion;
 };
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize = 8,

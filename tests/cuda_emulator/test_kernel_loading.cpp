@@ -43,6 +43,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
   attributes->sharedSizeBytes = kStatic;
+  attributes->ptxVersion = current_device == 0 ? 90 : 80;
   return use(kernel);
 }
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
@@ -58,7 +59,11 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* other) {
 }
 
 void test_kernel_loading() {
-  using tree_attention::cuda::load_kernel;
+  int ptx_version = 0;  // of the last kernel that was loaded
+  const auto load_kernel = [&](const void* kernel, bool large_shared_memory) {
+    ptx_version = 0;
+    return tree_attention::cuda::load_kernel(kernel, large_shared_memory, ptx_version);
+  };
   const int first = 0, second = 0;  // any addresses
 
   // The first launch of the process is one that a graph captures, in the strictest mode.
@@ -71,8 +76,12 @@ void test_kernel_loading() {
   // Once for each kernel and device.
   CHECK(load_kernel(&first, true) == cudaSuccess && num_loads == 1 && num_settings == 2, num_loads,
         " loads, ", num_settings, " settings");
+  CHECK(ptx_version == 90, ptx_version, " for a kernel that is there");
   current_device = 1;
-  CHECK(load_kernel(&first, true) == cudaSuccess && num_loads == 2, num_loads);
+  for (int i = 0; i < 2; ++i) {
+    CHECK(load_kernel(&first, true) == cudaSuccess && num_loads == 2, num_loads);
+    CHECK(ptx_version == 80, ptx_version, " for what this device runs");
+  }
   CHECK((dynamic_bytes[{&first, 1}] == kMost - kStatic), dynamic_bytes[{&first, 1}]);
 
   // A launch with little shared memory, then one with much.
