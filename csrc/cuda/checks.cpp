@@ -112,13 +112,18 @@ void check_shared_memory(const DecodeParams& p, int32_t needed, int32_t availabl
               available);
 }
 
-void check_number_of_tiles(const DecodeParams& p, int32_t row_tile, int32_t tile_keys) {
+void check_number_of_tiles(const DecodeParams& p, int32_t row_tile, int32_t tile_keys,
+                           int32_t num_workers) {
   const int64_t rows = int64_t{p.group_size()} * p.seqlen_q;
   const int64_t tiles = (p.seqlen_k + tile_keys - 1) / tile_keys + 1;
   const int64_t all = p.batch * ((rows + row_tile - 1) / row_tile) * tiles;
   TORCH_CHECK(all <= INT32_MAX, "lean_decode: batch x blocks of ", row_tile,
               " query rows x tiles of ", tile_keys, " keys must be below 2^31 on CUDA, got ", all,
               "; attend to fewer sequences or query tokens in one call");
+  const int64_t of_worker = all * p.num_heads_kv / num_workers;
+  TORCH_CHECK(of_worker <= INT32_MAX, "lean_decode: each of ", num_workers,
+              " workers must have less than 2^31 tiles of ", tile_keys, " keys on CUDA, got ",
+              of_worker, "; ask for more workers or attend to fewer kv heads in one call");
 }
 
 void check_found_pages(const DecodeParams& params, const BadPage* found) {

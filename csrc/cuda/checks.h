@@ -18,8 +18,10 @@ void check_capability(const char* op, const char* device, int major, int minor);
 // `needed` and `available` are sizes in bytes of one block's shared memory.
 void check_shared_memory(const DecodeParams& params, int32_t needed, int32_t available);
 
-// Blocks add the tiles of a kv head in 32 bits (decode/schedule.cuh).
-void check_number_of_tiles(const DecodeParams& params, int32_t row_tile, int32_t tile_keys);
+// Blocks add the tiles of a kv head in 32 bits, and count those of their range of the line
+// (decode/schedule.cuh). `num_workers` is the plan's.
+void check_number_of_tiles(const DecodeParams& params, int32_t row_tile, int32_t tile_keys,
+                           int32_t num_workers);
 
 // Throws for the first bad page of `found` [batch, lists], in host memory.
 void check_found_pages(const DecodeParams& params, const BadPage* found);

@@ -89,7 +89,7 @@ Plan checked_plan(const DecodeParams& params, const DeviceLimits& limits,
   if (params.page_table != nullptr && is_debug_mode("lean_decode")) check_pages(params, stream);
   const Plan plan = plan_lean_decode(params, limits);
   check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
-  check_number_of_tiles(params, plan.row_tile, plan.tile_keys);
+  check_number_of_tiles(params, plan.row_tile, plan.tile_keys, plan.num_workers);
   return plan;
 }
 

@@ -140,6 +140,15 @@ def test_number_of_tiles(cuda_kernels):
     )
 
 
+def test_number_of_tiles_of_a_worker(cuda_kernels):
+    q, k = (torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16, device=cuda_kernels) for _ in range(2))
+    q, k = q.expand(1, 600, 1, 64), k.expand(1, 600, 2**30, 64)
+    assert message_of(lambda: lean_decode(q, k, k, num_workers=2)) == (
+        "lean_decode: each of 2 workers must have less than 2^31 tiles of 128 keys on CUDA, got "
+        f"{300 * (2**23 + 1)}; ask for more workers or attend to fewer kv heads in one call"
+    )
+
+
 @pytest.fixture
 def check_pages(monkeypatch) -> None:
     monkeypatch.setenv("TREE_ATTENTION_CHECK_PAGES", "1")

@@ -56,7 +56,7 @@ cuda::Plan checked_plan(const DecodeParams& params) {
   if (params.page_table != nullptr) check_pages(params);
   const cuda::Plan plan = cuda::plan_lean_decode(params, limits);
   cuda::check_shared_memory(params, plan.shared_bytes, limits.shared_bytes_per_block);
-  cuda::check_number_of_tiles(params, plan.row_tile, plan.tile_keys);
+  cuda::check_number_of_tiles(params, plan.row_tile, plan.tile_keys, plan.num_workers);
   return plan;
 }
 

@@ -244,6 +244,18 @@ int64_t num_workers(int row_blocks, int asked = 0) {
   return cuda::plan_lean_decode(params, {132, 228 * 1024, 227 * 1024}).num_workers;
 }
 
+// Whether the host knows the line of so many outputs of one tile: it counts it in 32 bits.
+bool is_cut_by_host(int batch, int num_heads) {
+  DecodeParams params{};
+  params.dtype = params.kv_dtype = kBFloat16;
+  params.head_dim = params.head_dim_v = 64;
+  params.batch = batch;
+  params.num_heads_q = params.num_heads_kv = num_heads;
+  params.seqlen_q = params.seqlen_k = params.key_layout.block = 1;
+  const Plan plan = cuda::plan_lean_decode(params, kLarge);
+  return cuda::launch_params(params, plan, {}).line.output_length > 0;
+}
+
 }  // namespace
 
 // Where several blocks of rows read the same keys, as many workers for each of them ask for the
@@ -265,6 +277,7 @@ void test_decode_row_blocks() {
   CHECK(num_workers(15) == 132 && num_workers(200) == 132, "too few would be left");
   CHECK(num_workers(5, 131) == 131, "workers of the caller");
   CHECK(num_workers(0) == 1, "no queries");
+  CHECK(is_cut_by_host(1 << 15, 1 << 10) && !is_cut_by_host(1 << 16, (1 << 16) + 1), "the line");
 }
 
 namespace {

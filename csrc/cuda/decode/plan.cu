@@ -149,7 +149,7 @@ WorkspaceSize largest_workspace(const DeviceLimits& limits) {
 UniformLine uniform_line(const DecodeParams& p, const Plan& plan) {
   UniformLine line{};
   const int64_t output_length = kOverheadTiles + (p.seqlen_k + plan.tile_keys - 1) / plan.tile_keys;
-  const int64_t outputs = p.batch * p.num_heads_kv * num_row_blocks(p, plan.row_tile);
+  const int64_t outputs = int64_t{p.batch} * p.num_heads_kv * num_row_blocks(p, plan.row_tile);
   if (p.key_ranges != nullptr || outputs == 0 || output_length > INT32_MAX / outputs) return line;
   const int64_t length = outputs * output_length;
   const int64_t workers = partition_of_line(length, p.num_workers, plan.num_workers).num_workers;
