@@ -15,7 +15,7 @@ DOCUMENTED = (ValueError, TypeError, RuntimeError, NotImplementedError, Exchange
 # Seconds after its deadline in which a call must have ended, on a machine with other work.
 SLACK = 5.0
 _FIELD_AND_RANK = re.compile(
-    r"\S is .* on rank \d|(the queries|query_positions) of rank \d"
+    r"\S is .* on rank \d|(the queries|query_positions) of ranks? \d"
     r"|ranks? [\d, ]+ abandoned more calls"
 )
 AMPLE = 20.0  # the deadline of what must succeed
