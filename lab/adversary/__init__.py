@@ -32,3 +32,10 @@ A finding names the case that breaks a rule by itself, and says what it did when
 alone: the same fault, another one, or none. Then other cases, or chance, are a part of it: what
 depends on time shows the same fault in some runs only.
 """
+
+import sys
+from pathlib import Path
+
+TESTS = str(Path(__file__).parents[2] / "tests")  # whose helpers all parts use
+if TESTS not in sys.path:
+    sys.path.insert(0, TESTS)

@@ -11,12 +11,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TORCH_LOGS", "-torch.utils._pytree")  # torch warns of torchao
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # helpers of the tests
 
 
 def main() -> int:

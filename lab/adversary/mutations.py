@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Mendings, each undone in a copy of the package, and the cases of the fuzzer that must notice.
 
-python -m pytest lab/adversary/test_mutations.py
+python -m pytest lab/tests/adversary/test_mutations.py
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def report(mutation: Mutation, folder: Path) -> str:
     cases += ["--first"]
     cases += ["--case", f"{mutation.first}-{mutation.first + mutation.num_cases - 1}"]
     run = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "adversary"), *cases],
+        [sys.executable, "-m", "lab.adversary", *cases],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,

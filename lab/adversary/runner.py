@@ -17,7 +17,7 @@ from distributed import RankFailure, preload, run_ranks
 from .cases import DRAWN, Case
 
 # What torch imports when it compiles, or is told to be deterministic: once for all ranks.
-preload("torch._dynamo", "torch._inductor.config", "adversary.ranks", "adversary.threads")
+preload("torch._dynamo", "torch._inductor.config", "lab.adversary.ranks", "lab.adversary.threads")
 
 PARTS = (
     *("ops", "layouts", "ranks", "threads", "sessions", "differing", "snapshots", "callers"),
@@ -57,7 +57,7 @@ class World:
 
 
 def world_of(case: Case) -> World:
-    module = importlib.import_module(f"adversary.{case.part}")
+    module = importlib.import_module(f"lab.adversary.{case.part}")
     hash_seed = module.hash_seed(case) if hasattr(module, "hash_seed") else None
     return World(module.world_size(case), getattr(module, "OWN_PROCESSES", False), hash_seed)
 
@@ -78,7 +78,7 @@ def summary(found_in: Counter[str]) -> str:
 
 def play(case: Case, rank: int) -> str:
     """What ranks must agree in; `FAULT ...` where a rule is broken."""
-    module = importlib.import_module(f"adversary.{case.part}")
+    module = importlib.import_module(f"lab.adversary.{case.part}")
     try:
         return module.play(case, rank)
     except Exception as error:  # whatever it is, and other ranks must be told of it
@@ -112,7 +112,7 @@ def find(
     Without `alone` that case is not looked for, nor are faults after the first of a world. No other
     world begins after `end`, a time of the monotonic clock.
     """
-    preload(f"adversary.{part}")  # once for all ranks, where no part has been played before
+    preload(f"lab.adversary.{part}")  # once for all ranks, where no part has been played before
     by_world: defaultdict[World, list[Case]] = defaultdict(list)
     for index in indices:
         case = Case(part, seed, index, kind)
