@@ -28,17 +28,18 @@ def beyond_tested_transformers(version: str) -> str:
     return f", newer than the newest tested ({TESTED_TRANSFORMERS})"
 
 
-def check_transformers() -> None:
-    """Raises ImportError unless a release of transformers is installed that `hf` works with."""
+def why_no_transformers() -> str | None:
+    """The text of an ImportError where transformers is not installed, or too old for `hf`."""
     needed = f"tree_attention.hf needs transformers >= {MINIMUM_TRANSFORMERS}"
     try:
         import transformers
-    except ImportError as error:
-        raise ImportError(f"{needed}: {INSTALL_TRANSFORMERS}") from error
+    except ImportError:
+        return f"{needed}: {INSTALL_TRANSFORMERS}"
     from packaging.version import Version  # comes with transformers
 
-    if Version(transformers.__version__) < Version(MINIMUM_TRANSFORMERS):
-        raise ImportError(f"{needed}, got {transformers.__version__}: {INSTALL_TRANSFORMERS}")
+    if Version(transformers.__version__) >= Version(MINIMUM_TRANSFORMERS):
+        return None
+    return f"{needed}, got {transformers.__version__}: {INSTALL_TRANSFORMERS}"
 
 
 def load() -> ModuleType:

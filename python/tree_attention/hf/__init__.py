@@ -12,7 +12,12 @@ Importing this module registers the attention implementation `"tree_attention"`:
 Works with transformers 5.5 and later; tested with 5.17, 5.23 and 5.24.
 """
 
-from ..weights.split import mesh  # first: it says which transformers is needed
+from .._loader import why_no_transformers
+
+if (reason := why_no_transformers()) is not None:
+    raise ImportError(reason)
+
+from ..weights.split import mesh
 from .cache.growing import WrongAttentionError
 from .cache.tree_cache import TreeCache
 from .enable import disable, enable

@@ -6,6 +6,7 @@ that from files, `load` makes a model of it, and the mesh holds the groups that 
 parts then lack. `tree_attention.hf` has the functions to call: `from_pretrained` and `parallelize`.
 """
 
-from .._loader import check_transformers
+from .._loader import why_no_transformers
 
-check_transformers()
+if (reason := why_no_transformers()) is not None:
+    raise ImportError(reason)
