@@ -186,7 +186,7 @@ MANIFEST_BYTES = 8 * (len(_TRAVELLING) * _MAX_AXES + 5)
 
 
 class _Facts(NamedTuple):
-    """What ranks have to know of a shard before it comes: any rank may have appended a key."""
+    """Facts that ranks need of a shard before it comes: any rank may have appended a key."""
 
     shapes: dict[str, list[int]]  # of the tensors that are given
     key_layout: list[int]

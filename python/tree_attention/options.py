@@ -104,7 +104,7 @@ SEQUENCE, HEAD, KEY_HEAD, SEQUENCE_OR_PAGE = "sequence", "head", "key head", "se
 
 
 class Argument(NamedTuple):
-    """How the ranks of one call share an argument of `lean_decode`."""
+    """An argument of `lean_decode`, as the ranks of one call share it."""
 
     # Its first axes. A tensor that has fewer of them lacks that of key heads.
     axes: tuple[str, ...] = ()
