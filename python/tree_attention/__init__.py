@@ -2,23 +2,17 @@
 """Exact attention for very long contexts whose key/value cache is split over ranks."""
 
 import importlib
-import os
-import sys
-from types import ModuleType
-
-# True under `python -m tree_attention`, whatever options of Python stand before -m.
-if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].removeprefix("-m") == "tree_attention":
-    # `python -m tree_attention` tells errors in sentences, and torch's C++ log would put its stack
-    # in front of each that comes of a lost rank. torch reads this once, when it is imported.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+from typing import TYPE_CHECKING
 
 from ._loader import __version__
-from .baselines import ring_decode, ring_pass_q_decode
-from .decode import tree_decode
-from .exchange import Communicator, ExchangeError, all_merge_states, strategies
-from .ops import append_kv, lean_decode, lean_schedule, merge_states, reset_workspaces
-from .options import AttentionOptions
-from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
+
+if TYPE_CHECKING:
+    from .baselines import ring_decode, ring_pass_q_decode
+    from .decode import tree_decode
+    from .exchange import Communicator, ExchangeError, all_merge_states, strategies
+    from .ops import append_kv, lean_decode, lean_schedule, merge_states, reset_workspaces
+    from .options import AttentionOptions
+    from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
 __all__ = [
     "AttentionOptions",
@@ -41,9 +35,24 @@ __all__ = [
     "tree_decode",
 ]
 
+# Those that have the names above, each importing only what stands before it.
+_WITH_NAMES = ("sharding", "options", "ops", "exchange", "decode", "baselines")
+_OTHERS = ("hf", "patterns", "positions", "reference")
 
-def __getattr__(name: str) -> ModuleType:
-    """`tree_attention.hf`, `patterns`, `positions`, `reference` are imported when first used."""
-    if name in ("hf", "patterns", "positions", "reference"):
-        return importlib.import_module(f"tree_attention.{name}")
-    raise AttributeError(f"module 'tree_attention' has no attribute {name!r}")
+
+def __getattr__(name: str) -> object:
+    """Imports what a name is of when it is first used: plans, versions and the conformance kit need
+    no extension, and plans no torch."""
+    if name in __all__:
+        for module in _WITH_NAMES:
+            names = vars(importlib.import_module(f"{__name__}.{module}"))
+            if name in names:
+                globals()[name] = names[name]
+                return names[name]
+    if name in _WITH_NAMES + _OTHERS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_OTHERS})

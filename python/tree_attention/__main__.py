@@ -9,10 +9,12 @@ from contextlib import suppress
 from typing import NoReturn
 
 from ._environment import VariableError
-from ._loader import __version__
-from .cli.usage import UsageError, is_root, report
-from .cli.world import INTERRUPTED
-from .exchange import ExchangeError
+from ._loader import ExtensionError, __version__
+
+try:
+    from .cli.usage import INTERRUPTED, UsageError, is_root, report
+except ModuleNotFoundError as error:
+    sys.exit(f"tree_attention: {error}. Every command needs: pip install numpy rich")
 
 # What a shell reports for a process that Ctrl-C ended: 128 and the number of SIGINT.
 INTERRUPTED_STATUS = 130
@@ -45,16 +47,32 @@ def main(arguments: list[str]) -> int:
     except (UsageError, VariableError) as error:
         report(parsed.command, error)
         return 2
-    except ExchangeError as error:
+    except RuntimeError as error:
+        if not is_of_ranks(error):
+            raise
         if INTERRUPTED in str(error):
             return interrupted(parsed.command)
         report(parsed.command, error)
+        return 1
+    except ExtensionError as error:
+        report(parsed.command, error)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name not in ("numpy", "torch"):
+            raise
+        report(parsed.command, f"{error.name} is not installed. Run: pip install {error.name}")
         return 1
     except KeyboardInterrupt:
         return interrupted(parsed.command)
     except OSError as error:  # a full disk under the output, say
         report(parsed.command, f"cannot go on: {error}")
         return 1
+
+
+def is_of_ranks(error: RuntimeError) -> bool:
+    """Whether it is an ExchangeError: a command that imports no torch has none."""
+    exchange = sys.modules.get("tree_attention.exchange")
+    return exchange is not None and isinstance(error, exchange.ExchangeError)
 
 
 def interrupted(command: str) -> int:
@@ -76,10 +94,18 @@ def end(status: int) -> NoReturn:
     os._exit(status)
 
 
-if __name__ == "__main__":
+def console() -> NoReturn:
+    """The program `tree-attention`, and `python -m tree_attention`."""
+    # Errors are told in sentences, and torch's C++ log would put its stack in front of each that
+    # comes of a lost rank. torch reads this once, when a command imports it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     # Python has none where the shell has closed it, and other files would take its number.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     # What the terminal's character set lacks is shown by its number, as on stderr.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     end(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    console()

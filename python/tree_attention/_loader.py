@@ -9,14 +9,16 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 __version__ = "0.1.0"  # which the build reads without importing the package
 MINIMUM_TRANSFORMERS = "5.5"
 INSTALL_TRANSFORMERS = f"pip install 'transformers>={MINIMUM_TRANSFORMERS}'"
 TESTED_TRANSFORMERS = "5.24.0"  # the newest with which the tests have passed
 PACKAGE = Path(__file__).parent
 NAME = "tree_attention._C"
+
+
+class ExtensionError(ImportError):
+    """The extension is not built, or not for this Python and torch; the message has the command."""
 
 
 def beyond_tested_transformers(version: str) -> str:
@@ -50,13 +52,15 @@ def load() -> ModuleType:
 
 
 def load_from(directory: Path) -> ModuleType:
-    """Loads the extension in `directory`; its ImportError says how to rebuild it."""
+    """Loads the extension in `directory`; its error says how to rebuild it."""
+    import torch  # not above: a plan needs this file's version and no torch
+
     path = _find(directory)
     built_for, releases = torch_versions_of(path)
     # A torch release keeps its C++ interface over patch releases and CUDA flavours, which therefore
     # get their chance to load.
     if ".".join(torch.__version__.split(".")[:2]) not in releases.split(", "):
-        raise ImportError(_other_torch(built_for, releases))
+        raise ExtensionError(_other_torch(built_for, releases))
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None and spec.loader is not None
     try:
@@ -64,8 +68,8 @@ def load_from(directory: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except ImportError as error:
         if built_for != torch.__version__:
-            raise ImportError(f"{_other_torch(built_for, releases)} ({error})") from error
-        raise ImportError(
+            raise ExtensionError(f"{_other_torch(built_for, releases)} ({error})") from error
+        raise ExtensionError(
             f"tree_attention: the extension does not load: {error}. Rebuild it: {rebuild_command()}"
         ) from error
     return module
@@ -102,10 +106,12 @@ def _find(directory: Path) -> Path:
         reason = f"is built for another Python: {wanted} is needed, {others} is there"
     else:
         reason = f"is missing: no {wanted} in {directory}"
-    raise ImportError(f"tree_attention: the extension {reason}. Build it: {rebuild_command()}")
+    raise ExtensionError(f"tree_attention: the extension {reason}. Build it: {rebuild_command()}")
 
 
 def _other_torch(built_for: str, releases: str) -> str:
+    import torch
+
     return (
         f"tree_attention: the extension is built for torch {built_for} and runs with {releases}, "
         f"but torch {torch.__version__} is installed. Rebuild it: {rebuild_command()}"

@@ -6,15 +6,15 @@ numbers of numpy overflow at their own size, and ranks compare what a number loo
 """
 
 import operator
+import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, cast
 
 import numpy as np
-from torch import Tensor
 
-# Lists of numbers: what may be iterated over, in its order.
-_LISTS = (Sequence, np.ndarray, Tensor)
+# Lists of numbers beside tensors: what may be iterated over, in its order.
+_LISTS = (Sequence, np.ndarray)
 # The largest integer that tensors and the operators' C++ hold.
 MAX_INTEGER = (1 << 63) - 1
 
@@ -25,7 +25,7 @@ def as_integer(value: object) -> int | None:
     if type(value) is int:
         return value
     value = _scalar(value)
-    if isinstance(value, bool | np.bool_ | Tensor):
+    if isinstance(value, bool | np.bool_) or _is_tensor(value):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
@@ -35,9 +35,11 @@ def as_integer(value: object) -> int | None:
 
 def as_integers(value: object) -> list[int] | None:
     """The integers in a list, array or tensor of one axis; None where one is none."""
-    if not isinstance(value, _LISTS) or getattr(value, "ndim", 1) != 1:
+    if not isinstance(value, _LISTS) and not _is_tensor(value):
         return None
-    found = list(map(as_integer, value))
+    if getattr(value, "ndim", 1) != 1:
+        return None
+    found = list(map(as_integer, cast("Sequence[object]", value)))
     return None if None in found else cast("list[int]", found)
 
 
@@ -106,8 +108,15 @@ def shown(value: object) -> str:
 
 def _scalar(value: Any) -> object:
     """The number that a tensor or an array without axes holds; anything else as it is."""
-    if isinstance(value, Tensor):
+    if _is_tensor(value):
         return value if value.dim() or value.is_meta or value.requires_grad else value.item()
     if isinstance(value, np.ndarray) and value.ndim == 0:
         return value.item()
     return value
+
+
+def _is_tensor(value: object) -> bool:
+    """Whether it is a tensor of torch: there is none where nobody has imported that, and plans are
+    made without it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a user reads when the compiled extension is missing or belongs to another installation."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from package_copy import copy_package
 from tree_attention import _loader
 
+ROOT = Path(__file__).parents[2]
 SUFFIX = EXTENSION_SUFFIXES[0]
 VERSION = torch.__version__.split("+")[0]
 RELEASE = ".".join(VERSION.split(".")[:2])
@@ -120,3 +123,102 @@ print(*openmp_runtimes(), sep="\\n")
     runtimes = result.stdout.split()
     assert len(runtimes) == 1, runtimes
     assert Path(torch.__file__).resolve().parent in Path(runtimes[0]).parents
+
+
+def python(*arguments: object, path: Path = _loader.PACKAGE.parent, **variables: str):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])} | variables,
+    )
+
+
+def without(module: str, tmp_path: Path) -> Path:
+    """A folder of the package beside which `module` is not installed."""
+    error = f'raise ModuleNotFoundError("No module named {module!r}", name="{module}")\n'
+    (tmp_path / f"{module}.py").write_text(error)
+    copy_package(tmp_path)
+    return tmp_path
+
+
+PLAN = ("plan", "--model", "llama-3.1-8b", "--context", "128k", "--ranks", "2", "--machine", "h100")
+
+
+def test_plans_versions_and_help_need_no_torch(tmp_path):
+    path = without("torch", tmp_path)
+    result = python("-m", "tree_attention", *PLAN, path=path)
+    assert result.returncode == 0, result.stderr
+    assert "Llama 3.1 8B" in result.stdout and "tensor parallel" in result.stdout
+    for option in ("--version", "--help"):
+        result = python("-m", "tree_attention", option, path=path)
+        assert result.returncode == 0 and result.stdout and not result.stderr
+    tables = "import sys; sys.path.insert(0, 'scripts/site'); import estimate; estimate.tables()"
+    result = python("-c", tables, path=path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "command", "message"),
+    [
+        ("torch", ("verify",), "verify: torch is not installed. Run: pip install torch"),
+        ("torch", (*PLAN, "--calibration", "x"), "plan: torch is not installed. Run: pip install"),
+        ("numpy", PLAN, "plan: numpy is not installed. Run: pip install numpy"),
+        ("rich", PLAN, "tree_attention: No module named 'rich'. Every command needs: pip install"),
+    ],
+)
+def test_commands_name_the_library_that_they_lack(module, command, message, tmp_path):
+    result = python("-m", "tree_attention", *command, path=without(module, tmp_path))
+    assert result.returncode == 1 and result.stderr.startswith(message), result.stderr
+    assert result.stderr.count("\n") == 1 and not result.stdout
+
+
+@pytest.fixture
+def not_built(tmp_path):
+    """A copy of the package without its extension."""
+    copy = copy_package(tmp_path)
+    for extension in copy.glob("_C*"):
+        extension.unlink()
+    return tmp_path
+
+
+def test_what_needs_no_extension_runs_where_none_is_built(not_built):
+    program = """
+import torch, tree_attention
+from tree_attention import BlockCyclic, reference
+from tree_attention.reference.conformance import check_merge
+assert "lean_decode" in dir(tree_attention) and not hasattr(tree_attention, "lean_decodes")
+assert check_merge(reference.merge_states).passed and BlockCyclic
+try:
+    tree_attention.lean_decode
+except ImportError as error:
+    print(error)
+"""
+    result = python("-c", program, path=not_built)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("tree_attention: the extension is missing: no _C")
+    assert python("-m", "tree_attention", *PLAN, path=not_built).returncode == 0
+
+
+@pytest.mark.parametrize("command", ["info", "verify", "generate"])
+def test_commands_say_in_a_sentence_that_the_extension_is_missing(command, not_built):
+    result = python("-m", "tree_attention", command, path=not_built)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith(f"{command}: tree_attention: the extension is missing")
+
+
+def test_an_import_loads_nothing_until_a_name_is_used():
+    """And each name is found, whichever is used first, once."""
+    program = """
+import sys, tree_attention
+assert not {"torch", "numpy", "rich", "tree_attention.ops"} & set(sys.modules)
+names = tree_attention.__all__
+for name in names if sys.argv[1] == "0" else reversed(names):
+    assert getattr(tree_attention, name) is vars(tree_attention)[name], name
+from tree_attention import *
+assert lean_decode is tree_attention.ops.lean_decode
+assert tree_attention.exchange.all_merge_states is all_merge_states
+"""
+    for order in "01":
+        result = python("-c", program, order)
+        assert result.returncode == 0, result.stderr

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ..exchange import CostTable
 from ..planning.arithmetic import ALL_FORMS, FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
 from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, fitted_link, link_of
 from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
@@ -65,6 +64,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     machine = MACHINES[arguments.machine]
     link = LINKS[arguments.link or link_of(machine, arguments.ranks)]
     if arguments.calibration is not None:
+        from ..exchange import CostTable  # not above: the rest needs no torch
+
         try:
             link = fitted_link(CostTable.load(arguments.calibration), arguments.calibration.name)
         except ValueError as error:

@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Console
 
 from .._json import probe_file
-from ..exchange import MAX_SECONDS
 
+# What ranks tell each other of Ctrl-C, inside a call (`Session.before_deadline`) and outside.
+INTERRUPTED = f"interrupted by {KeyboardInterrupt()!r}"
 UNFOLDED = 10_000  # columns of a table that is not on a terminal, and that names what users named
 
 
@@ -79,6 +80,8 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 def check_seconds(option: str, seconds: float | None) -> None:
     """Raises UsageError unless `seconds`, if given, are a time that can be waited for."""
+    from ..exchange import MAX_SECONDS  # not above, as plans are made without torch
+
     if seconds is not None and not 0 < seconds <= MAX_SECONDS:
         raise UsageError(
             f"{option} must be above 0 and at most {MAX_SECONDS:,} seconds, got {seconds:g}"

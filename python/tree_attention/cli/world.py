@@ -27,12 +27,10 @@ from ..exchange import (
     remaining,
     sentence,
 )
-from .usage import UsageError, check_seconds, report
+from .usage import INTERRUPTED, UsageError, check_seconds, report
 
 # Processes of one job start within seconds, but a cold file system may take minutes to load them.
 RENDEZVOUS_SECONDS = 300.0
-# What ranks tell each other of Ctrl-C, inside a call (`Session.before_deadline`) and outside.
-INTERRUPTED = f"interrupted by {KeyboardInterrupt()!r}"
 # After which a rank says for whom it waits.
 _SILENT_SECONDS = 10.0
 # For which the name of rank 0's host may still be unknown: clusters announce names of new hosts.

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Machines and links by their data sheets: the one table of the planner and of the benchmarks."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-from ..exchange import CostTable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..exchange import CostTable
 
 
 @dataclass(frozen=True)
