@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from .arrays import permuted
+from .arrays import nan_like, permuted
 from .cases import DecodeProblem
 
 AXES = "bhtd"
@@ -21,6 +21,7 @@ def adapt(
     packed: bool = False,
     pairwise: bool = False,
     reduce_scattered: bool = False,
+    out: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """Makes a function that `check_merge` takes, or `check_sharded_decode`, of one with other
     conventions. What a merge takes is converted, and what either returns is converted back.
@@ -37,13 +38,20 @@ def adapt(
             parts one after the other.
         reduce_scattered: whether a rank returns its share of the heads. They are gathered over the
             default group of torch.distributed; or the function returns the states of all ranks.
+        out: whether a merge writes o and lse into its first two arguments, which are added, and
+            returns nothing: `lambda o, lse, *states: merge_attn_states(o, *states, lse)`, vLLM's.
     """
+    if out and (packed or reduce_scattered):
+        raise ValueError("adapt: out goes with neither packed nor reduce_scattered")
     axes = axes if "p" in axes or pairwise else f"p{axes}"
     lse_axes = axes.replace("d", "") if lse_axes is None else lse_axes
     lse_axes = lse_axes if "p" in lse_axes or pairwise else f"p{lse_axes}"
 
-    def merge(o_parts: Any, lse_parts: Any) -> Any:
+    def merge(o_parts: Any, lse_parts: Any, sizes: dict[str, int]) -> Any:
         lse_parts = lse_parts / math.log(lse_base)
+        call = (
+            _writing(function, (o_parts, axes), (lse_parts, lse_axes), sizes) if out else function
+        )
         if pairwise:
             o_parts, lse_parts = (
                 [_ordered(x, kept, order) for x in parts]
@@ -51,19 +59,23 @@ def adapt(
             )
             state = o_parts[0], lse_parts[0]
             for part in zip(o_parts[1:], lse_parts[1:], strict=True):
-                state = function(*state, *part)
+                state = call(*state, *part)
             return state
         o_parts = _ordered(o_parts, f"p{AXES}", axes)
         lse_parts = _ordered(lse_parts, f"p{AXES[:-1]}", lse_axes)
-        return function(_joined(o_parts, lse_parts)) if packed else function(o_parts, lse_parts)
+        return call(_joined(o_parts, lse_parts)) if packed else call(o_parts, lse_parts)
 
     def adapted(*inputs: Any) -> tuple[Any, Any]:
         if isinstance(inputs[0], DecodeProblem):
             (problem,), result = inputs, function(*inputs)
             sizes = (*problem.q.shape[:3], problem.v_shards[0].shape[3])
+            named = dict(zip(AXES, sizes, strict=True))
         else:
-            result, sizes = merge(*inputs), inputs[0].shape[1:]
-        named = dict(zip(AXES, sizes, strict=True))
+            sizes = inputs[0].shape[1:]
+            named = dict(zip(AXES, sizes, strict=True))
+            result = merge(*inputs, named)
+        if result is None:
+            return None, None
         states = result if isinstance(result, list) else [result]
         o, lse = zip(*(returned(state, named) for state in states), strict=True)
         if reduce_scattered:
@@ -79,6 +91,26 @@ def adapt(
         return o, None if lse is None else math.log(lse_base) * _restored(lse, lse_axes, sizes)
 
     return adapted
+
+
+def _writing(
+    function: Callable[..., Any], o: tuple[Any, str], lse: tuple[Any, str], sizes: dict[str, int]
+) -> Callable[..., Any]:
+    """A function that returns what `function` writes into its first two arguments.
+
+    o, lse: an array of the library and dtype, and the order of its axes.
+    """
+
+    def call(*states: Any) -> Any:
+        made = []
+        for like, order in (o, lse):
+            groups = _groups(order.replace("p", ""))
+            shape = [math.prod(sizes[axis] for axis in group) for group in groups]
+            made.append(nan_like(like, shape))
+        function(*made, *states)
+        return tuple(made)
+
+    return call
 
 
 def _ordered(x: Any, axes: str, order: str) -> Any:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Arrays of the library that the tested function takes: torch, or NumPy and what reads it."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,13 @@ def to_numpy(x: Any) -> Floats:
     if hasattr(x, "detach"):
         x = x.detach().cpu().double().numpy()
     return np.asarray(x, np.float64)
+
+
+def nan_like(x: Any, shape: list[int]) -> Any:
+    """An array of x's library and dtype, full of NaN."""
+    if hasattr(x, "new_full"):
+        return x.new_full(shape, math.nan)
+    return np.full(shape, math.nan, x.dtype)
 
 
 def dtype_of(x: Any) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .outcome import Outcome
-from .truth import Floats, merge, row_error
+from .truth import Floats, lse_error, merge, row_error
 
 BASE_2_FOR_NATURAL = "natural logarithms look merged as if their base were 2"
 NATURAL_FOR_BASE_2 = "logarithms to base 2 look merged as if they were natural"
@@ -21,6 +21,25 @@ LSE_TO_BASE_2 = "lse looks like a logarithm to base 2: multiply it by log(2)"
 SCALED = "o is {:.3g} times what it should be: a factor is missing, or is applied twice"
 SHIFTED = "lse is off by {:+.3g} in every row: a summand is missing, or is added twice"
 IN_16_BITS = "an error between 2^-11 and 2^-6 is 16-bit arithmetic: merge in float32, round once"
+ORDER = (
+    "lse is right and o is not: the lse of parts {} weigh the o of parts 0, 1 and so on; have both "
+    "the same order of ranks?"
+)
+EQUAL = "o is the mean of the parts: their weights are exp(lse_part - lse)"
+INVERTED = "the parts are weighted by exp(-lse_part): the sign of lse is wrong"
+LEFT_OUT = "this is the merge without part {}, counted from 0: it is left out"
+ALONE = "this is part {} alone, counted from 0: the others are left out"
+SIGN = "o is right and lse is not: it is max - log(sum of exp(lse_part - max)), where + belongs"
+LARGEST = "o is right and lse is not: it is the largest of the parts', without log(sum of exp)"
+O_ALONE = (
+    "lse is right and o is not: the weight of a part is exp(lse_part - lse), and multiplies the o "
+    "of that part"
+)
+LSE_ALONE = "o is right and lse is not: it is log(sum of exp(lse_part)), a natural logarithm"
+NO_STATE = (
+    "return (o, lse), or o alone; for a function that writes into its arguments there is "
+    "adapt(function, out=True)"
+)
 STAND_IN = "lse of a state without keys looks like {:.3g}: it is -inf, on each rank and at the end"
 EMPTY_IS_NAN = (
     "rows of which a rank has no keys are NaN: its lse is -inf, neither +inf nor NaN, and its o is "
@@ -117,6 +136,8 @@ def _recognised(x: Outcome, is_plain: bool) -> str:
     if x.o is None:
         if x.raised and re.search(r"unsupported ScalarType|torch\.return_types", x.measured):
             return FOR_NUMPY
+        if x.measured.endswith(" was returned"):
+            return NO_STATE
         return SHAPE if "shape" in x.measured else ""
     sentence = _stand_in(x)
     if not sentence and is_plain:
@@ -138,8 +159,34 @@ def _of_o(x: Outcome) -> str:
     ratio = _constant(x.o[large] / o_true[large])
     if ratio:
         return SCALED.format(ratio)
-    is_float32 = x.dtype == "float32"
-    return IN_16_BITS if is_float32 and 2**-11 <= x.o_error <= 2**-6 else ""
+    if x.dtype == "float32" and 2**-11 <= x.o_error <= 2**-6:
+        return IN_16_BITS
+    return _of_parts(x) or (O_ALONE if _is_lse(x, x.true[1]) else "")
+
+
+def _of_parts(x: Outcome) -> str:
+    """The mistake of a wrong o that comes of the parts' own numbers."""
+    (o_parts, lse_parts), every = x.parts, np.arange(len(x.parts[0]))
+
+    def is_o(o: Floats) -> bool:
+        return row_error(x.o, o) <= x.o_bound
+
+    for i in every:
+        if is_o(o_parts[i]):
+            return ALONE.format(i)
+    for i in every:
+        if is_o(merge(*(np.delete(parts, i, 0) for parts in x.parts))[0]):
+            return LEFT_OUT.format(i)
+    for order in (every[::-1], *(np.roll(every, shift) for shift in every[1:])):
+        if is_o(merge(o_parts, lse_parts[order])[0]):
+            return ORDER.format(", ".join(map(str, order)))
+    if is_o(merge(o_parts, -lse_parts)[0]):
+        return INVERTED
+    return EQUAL if is_o(o_parts.mean(0)) else ""
+
+
+def _is_lse(x: Outcome, lse: Floats) -> bool:
+    return x.lse is not None and lse_error(x.lse, lse) <= x.lse_bound
 
 
 def _of_lse(x: Outcome) -> str:
@@ -147,7 +194,12 @@ def _of_lse(x: Outcome) -> str:
     ratio, shift = _constant(x.lse / x.true[1]), _constant(x.lse - x.true[1])
     if ratio is not None and abs(ratio * math.log(2) - 1) < 1e-3:
         return LSE_TO_BASE_2
-    return "" if shift is None else SHIFTED.format(shift)
+    if shift is not None:
+        return SHIFTED.format(shift)
+    largest = x.parts[1].max(0)
+    if _is_lse(x, largest - (x.true[1] - largest)):
+        return SIGN
+    return LARGEST if _is_lse(x, largest) else LSE_ALONE
 
 
 def _constant(x: Floats) -> float | None:

@@ -32,6 +32,7 @@ class Outcome:
     lse: Any = None
     o_error: float = math.nan
     o_bound: float = WIDEST
+    lse_bound: float = math.nan
 
 
 def run(outcome: Outcome, function: Callable[[], Any]) -> Outcome:
@@ -43,12 +44,26 @@ def run(outcome: Outcome, function: Callable[[], Any]) -> Outcome:
     except Exception as error:
         name = type(error).__name__
         return replace(outcome, measured=f"{name}: {error}", raised=name)
+    if wrong := _not_a_state(result):
+        return replace(outcome, measured=f"{wrong} was returned")
     o, lse = result if isinstance(result, tuple | list) else (result, None)
     for name, x, true in zip(("o", "lse"), (o, lse), outcome.true, strict=True):
         if x is not None and tuple(x.shape) != true.shape:
             measured = f"{name} has the shape {list(x.shape)}, expected {list(true.shape)}"
             return replace(outcome, measured=measured)
     return _judged(outcome, to_numpy(o), None if lse is None else to_numpy(lse), dtype_of(o))
+
+
+def _not_a_state(result: Any) -> str:
+    """Words for what is neither o nor (o, lse); empty for what is."""
+    is_pair = isinstance(result, tuple | list)
+    if is_pair and len(result) != 2:
+        return f"a {type(result).__name__} of {len(result)}"
+    o, lse = result if is_pair else (result, None)
+    for x in (o,) if lse is None else (o, lse):
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            return "None" if x is None else f"a {type(x).__name__}"
+    return ""
 
 
 def _judged(outcome: Outcome, o: Floats, lse: Floats | None, dtype: str) -> Outcome:
@@ -59,13 +74,13 @@ def _judged(outcome: Outcome, o: Floats, lse: Floats | None, dtype: str) -> Outc
     lost = np.isfinite(o[~known]).all(-1).any()  # a NaN that has not arrived
     o_error = math.nan if lost else row_error(o[known], o_true[known])
     o_bound = min(2 * outcome.plain_o_error + max(EPS[dtype], EPS[outcome.dtype]), WIDEST)
+    lse_bound = 2 * outcome.plain_lse_error + 4 * EPS["float32"]
     passed, measured = o_error <= o_bound, f"o {o_error:.1e} (bound {o_bound:.1e}), lse "
     if lse is None:
         measured += "not given"
     else:
         error = lse_error(lse[known], lse_true[known])
-        bound = 2 * outcome.plain_lse_error + 4 * EPS["float32"]
-        measured += f"{error:.1e} (bound {bound:.1e})"
-        passed = passed and error <= bound  # a NaN is not
+        measured += f"{error:.1e} (bound {lse_bound:.1e})"
+        passed = passed and error <= lse_bound  # a NaN is not
     judged = replace(outcome, passed=bool(passed), measured=measured)
-    return replace(judged, o=o, lse=lse, o_error=o_error, o_bound=o_bound)
+    return replace(judged, o=o, lse=lse, o_error=o_error, o_bound=o_bound, lse_bound=lse_bound)

@@ -5,13 +5,14 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .cases import DECODE_CASES, MERGE_CASES
 from .check import check_merge, check_sharded_decode
-from .diagnosis import Report
+from .diagnosis import Line, Report
 
 CHECKS: dict[str, tuple[Any, Callable[..., Report], str]] = {
     "merge": (MERGE_CASES, check_merge, "num_parts"),
@@ -66,19 +67,30 @@ def _cases(name: str, target: str, session: pytest.Session) -> Iterator[pytest.I
         yield made
 
 
-def _imported(name: str, target: str, folder: str) -> Any:
+def _imported(option: str, target: str, folder: str) -> Any:
     """The function, also of a module in the folder where pytest was started."""
     module, colon, attribute = target.partition(":")
     if not (module and colon and attribute):
-        raise pytest.UsageError(f"--{name}: must be MODULE:FUNCTION, got {target!r}")
+        raise pytest.UsageError(f"--{option}: must be MODULE:FUNCTION, got {target!r}")
+    if "/" in module or module.endswith(".py"):
+        path = Path(module).with_suffix("")
+        where = f" with pytest started in {path.parent}" if path.is_absolute() else ""
+        name = path.name if path.is_absolute() else ".".join(path.parts)
+        raise pytest.UsageError(
+            f"--{option}: MODULE is a name as `import` takes it, no path, got {module!r}: "
+            f"--{option} {name}:{attribute}{where}"
+        )
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise pytest.UsageError(f"--{name} {target}: {error}") from error
+    except Exception as error:  # the module is the user's, and raises what it likes
+        kind = (
+            "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        )
+        raise pytest.UsageError(f"--{option} {target}: {kind}{error}") from error
     return found
 
 
@@ -97,7 +109,14 @@ class Case(pytest.Item):
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
         error = excinfo.value
-        return str(error) if isinstance(error, NotPassed) else super().repr_failure(excinfo)
+        if not isinstance(error, NotPassed):
+            return super().repr_failure(excinfo)
+        line: Line = error.args[0]
+        if line.meaning.startswith("as in "):  # told in full where it says
+            return line.meaning
+        figures = f"{line.case}: {line.measured}"
+        # pytest's summary has the first line, cut at the width of the terminal.
+        return f"{line.meaning}\n{figures}" if line.meaning else line.measured
 
     def reportinfo(self) -> tuple[Any, None, str]:
         return self.path, None, self.nodeid

@@ -35,6 +35,9 @@ def multiply(o_parts, lse_parts):
     o, lse = merge(o_parts, lse_parts)
     return o + 0 * o_parts.astype(np.float32).sum(0), lse
 
+def nothing(o_parts, lse_parts):
+    pass
+
 def decode(problem):
     raise NotImplementedError("no shards")
 """
@@ -87,9 +90,18 @@ def test_a_wrong_merge_is_told(installed):
     assert "1 failed, 8 passed, 13 skipped" in result.stdout, result.stdout
     case = "o of an empty part is uninitialised"
     assert f"FAILED engine:multiply::{case}" in result.stdout
-    shown = re.search(rf"FAILED +{case}: .*\n +(.*)", result.stdout)[1]
     page = (KIT / "README.md").read_text()
-    assert re.search(rf"FAILED +{case}: .*\n +(.*)", page)[1] == shown
+    sentence = re.search(rf"FAILED +{case}: .*\n +(.*)", page)[1]
+    assert f"\n{sentence}\n{case}: o nan (bound" in result.stdout
+
+
+def test_the_summary_begins_with_what_is_wrong(installed):
+    """One failure is shown in full, and of the others in which one they are told."""
+    result = run_pytest(installed, "--merge", "engine:nothing")
+    assert result.returncode == 1 and "9 failed" in result.stdout, result.stdout
+    assert result.stdout.count("None was returned") == 1
+    assert "FAILED engine:nothing::ordinary parts - return (o, lse)" in result.stdout
+    assert result.stdout.count("\nas in the first case\n") == 8
 
 
 def test_the_second_of_two_plug_ins_steps_aside(installed):
@@ -111,8 +123,20 @@ def test_own_tests_run_beside_the_cases_where_they_are_named(installed):
         ("math", "--merge: must be MODULE:FUNCTION, got 'math'"),
         ("math:none", "--merge math:none: module 'math' has no attribute 'none'"),
         ("nothing:merge", "--merge nothing:merge: No module named 'nothing'"),
+        ("raising:merge", "--merge raising:merge: KeyError: 'table'"),
+        (
+            "eng/mymerge.py:f",
+            "--merge: MODULE is a name as `import` takes it, no path, got 'eng/mymerge.py': "
+            "--merge eng.mymerge:f",
+        ),
+        (
+            "/a/eng/mymerge.py:f",
+            "--merge: MODULE is a name as `import` takes it, no path, got '/a/eng/mymerge.py': "
+            "--merge mymerge:f with pytest started in /a/eng",
+        ),
     ],
 )
 def test_a_function_that_is_not_there_is_refused(target, message, tmp_path):
+    (tmp_path / "raising.py").write_text("{}['table']")
     with pytest.raises(pytest.UsageError, match=f"^{re.escape(message)}$"):
         plugin._imported("merge", target, str(tmp_path))

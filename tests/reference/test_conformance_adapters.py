@@ -43,6 +43,19 @@ def merge_for_each_rank(o_parts, lse_parts):
     return list(zip(o.chunk(4, 1), lse.chunk(4, 1), strict=True))
 
 
+def write_flat_pair(o, lse, o_a, lse_a, o_b, lse_b):
+    """vLLM's merge_attn_states: [tokens, heads, head_dim] and [heads, tokens], written in place."""
+    o_merged, lse_merged = merge_states(
+        torch.stack([o_a, o_b]).float(), torch.stack([lse_a, lse_b]).transpose(1, 2)
+    )
+    o.copy_(o_merged)
+    lse.copy_(lse_merged.T)
+
+
+def write_second_axis(o, lse, o_parts, lse_parts):
+    merge_states(o_parts.transpose(0, 1), lse_parts.transpose(0, 1), out=(o, lse))
+
+
 def merge_without_lse(o_parts, lse_parts):
     return merge_states(o_parts, lse_parts)[0]
 
@@ -53,15 +66,42 @@ ADAPTED = {
     "lse by heads": adapt(merge_with_lse_by_heads, axes="(bt)hd", lse_axes="h(bt)"),
     "packed": adapt(merge_packed, packed=True),
     "shares": adapt(merge_for_each_rank, reduce_scattered=True),
+    "written pairs": adapt(
+        write_flat_pair, axes="(bt)hd", lse_axes="h(bt)", pairwise=True, out=True
+    ),
+    "written": adapt(write_second_axis, axes="(bt)phd", out=True),
     "no lse": adapt(merge_without_lse),
 }
 
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_other_conventions_conform(name):
-    report = check_merge(ADAPTED[name], num_parts=2 if name == "pairs" else 3)
+    report = check_merge(ADAPTED[name], num_parts=2 if "pairs" in name else 3)
     assert report.passed, f"\n{report}"
     assert all(("not given" in line.measured) == (name == "no lse") for line in report.lines)
+
+
+def test_what_is_not_written_is_told():
+    """And of a merge that writes without `out` that it returned nothing."""
+    report = check_merge(adapt(lambda o, lse, *parts: None, out=True))
+    assert "o nan" in report.lines[0].measured and not any(x.passed for x in report.lines)
+    report = check_merge(adapt(lambda *parts: None))
+    assert {line.measured for line in report.lines} == {"None was returned"}
+
+
+@pytest.mark.parametrize("option", ["packed", "reduce_scattered"])
+def test_out_goes_with_states_alone(option):
+    with pytest.raises(ValueError, match="adapt: out goes with neither packed nor reduce_scatt"):
+        adapt(merge_states, out=True, **{option: True})
+
+
+def test_written_numpy_arrays_are_adapted():
+    def write(o, lse, o_parts, lse_parts):
+        parts = (torch.from_numpy(np.ascontiguousarray(x)) for x in (o_parts, lse_parts))
+        o[...], lse[...] = (x.numpy() for x in merge_states(*parts))
+
+    report = check_merge(adapt(write, out=True), device="numpy")
+    assert report.passed, f"\n{report}"
 
 
 def test_pairs_are_merged_one_after_the_other():

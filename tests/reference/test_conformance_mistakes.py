@@ -73,6 +73,17 @@ def after_merge(change):
     return lambda o_parts, lse_parts: change(*merge_states(o_parts, lse_parts))
 
 
+def after_merge_of_parts(change):
+    """A right merge, but for an lse made of the parts' and of the right one."""
+
+    def merge(o_parts, lse_parts):
+        o, lse = merge_states(o_parts, lse_parts)
+        changed = change(lse_parts, lse)
+        return o, torch.where(changed.isfinite(), changed, lse)
+
+    return merge
+
+
 def without_strides(x):
     return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
 
@@ -106,8 +117,59 @@ WRONG_MERGES = {  # the function, the cases that it fails, and what is said of i
     "mean": (
         lambda o, lse: (o.float().mean(0).to(o.dtype), lse.logsumexp(0)),
         [name for name in MERGE_NAMES if name != SAME],
+        say.EQUAL,
+    ),
+    "weights of squares": (
+        lambda o, lse: (merge_states(o, 2 * lse)[0], lse.logsumexp(0)),
+        [name for name in MERGE_NAMES if name != SAME],
+        say.O_ALONE,
+    ),
+    "weights and lse of squares": (
+        lambda o, lse: merge_states(o, 2 * lse),
+        MERGE_NAMES,
         MEANING["ordinary parts"],
     ),
+    "reverse order": (
+        lambda o, lse: merge_states(o, lse.flip(0)),
+        [name for name in MERGE_NAMES if name != SAME],
+        say.ORDER.format("2, 1, 0"),
+    ),
+    "order of neighbours": (
+        lambda o, lse: merge_states(o, lse.roll(1, 0)),
+        [name for name in MERGE_NAMES if name != SAME],
+        say.ORDER.format("2, 0, 1"),
+    ),
+    "weights of the other sign": (
+        lambda o, lse: (merge_states(o, -lse)[0], merge_states(o, lse)[1]),
+        [name for name in MERGE_NAMES if name != SAME],
+        say.INVERTED,
+    ),
+    "last part left out": (
+        lambda o, lse: merge_states(o[:-1], lse[:-1]),
+        [name for name in MERGE_NAMES if name != SAME],
+        say.LEFT_OUT.format(2),
+    ),
+    "first part alone": (
+        lambda o, lse: (o[0], lse[0]),
+        MERGE_NAMES,
+        say.ALONE.format(0),
+    ),
+    "minus of the logarithm": (
+        after_merge_of_parts(lambda parts, lse: 2 * parts.amax(0) - lse),
+        MERGE_NAMES,
+        say.SIGN,
+    ),
+    "largest lse": (
+        after_merge_of_parts(lambda parts, lse: parts.amax(0)),
+        MERGE_NAMES,
+        say.LARGEST,
+    ),
+    "half an lse": (
+        after_merge(lambda o, lse: (o, lse.abs().sqrt())),
+        MERGE_NAMES,
+        say.LSE_ALONE,
+    ),
+    "nothing returned": (lambda o, lse: None, MERGE_NAMES, say.NO_STATE),
     "scaled": (after_merge(lambda o, lse: (1.5 * o, lse)), MERGE_NAMES, say.SCALED.format(1.5)),
     "rounded": (
         after_merge(lambda o, lse: (o.bfloat16().float(), lse)),
@@ -145,6 +207,22 @@ def assert_told(report, failed, *sentences):
 def test_wrong_merges_are_told_once(fault):
     merge, *expected = WRONG_MERGES[fault]
     assert_told(check_merge(merge), *expected)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        (lambda o: None, "None"),
+        (lambda o: (None, o), "None"),
+        (lambda o: (o, 1.5), "a float"),
+        (lambda o: (o, o, o), "a tuple of 3"),
+        (lambda o: {"o": o}, "a dict"),
+    ],
+)
+def test_what_is_no_state_is_named(result, words):
+    report = check_merge(lambda o_parts, lse_parts: result(o_parts[0]))
+    assert_told(report, MERGE_NAMES, say.NO_STATE)
+    assert {line.measured for line in report.lines} == {f"{words} was returned"}
 
 
 def numpy_merge(o_parts, lse_parts):
