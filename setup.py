@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds `tree_attention._C`. Everything that is not compiled is in pyproject.toml.
 
-Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1, DEBUG=0|1
-(CONTRIBUTING.md).
+Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1, DEBUG=0|1,
+REPOSITORY_URL (CONTRIBUTING.md).
 """
 
 import os
@@ -12,9 +12,23 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch
+if sys.platform != "linux":
+    sys.exit(
+        "tree_attention runs on Linux alone; on Windows install it in WSL 2, on a Mac in a Linux "
+        f"container or virtual machine (this is {sys.platform})"
+    )
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(
+        "tree_attention: torch is not installed, against which the extension is compiled. Run: "
+        "pip install 'torch>=2.11' 'setuptools>=77,<82' ninja"
+    )
 from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
@@ -93,7 +107,7 @@ def nvcc_version() -> str | None:
 
 
 def choose_cuda() -> bool:
-    """Whether to build the CUDA kernels: never a question of a visible GPU."""
+    """Whether to build the CUDA kernels, which takes minutes: for a visible GPU, or if asked."""
     choice, nvcc = flag("USE_CUDA", "auto", ("auto", "0", "1")), nvcc_version()
     missing = []
     if nvcc is None:
@@ -104,6 +118,8 @@ def choose_cuda() -> bool:
         missing.append(f"nvcc {nvcc} and torch's CUDA {torch.version.cuda} differ in major version")
     if choice == "1" and missing:
         sys.exit(f"tree_attention: USE_CUDA=1, but {'; '.join(missing)}")
+    if choice == "auto" and not missing and not torch.cuda.device_count():
+        missing.append("no GPU is visible, without which USE_CUDA=1 compiles its kernels")
     use_cuda = choice != "0" and not missing
     reason = f"nvcc {nvcc}, torch CUDA {torch.version.cuda}" if use_cuda else "; ".join(missing)
     print(
@@ -115,16 +131,47 @@ def choose_cuda() -> bool:
 
 
 class Build(BuildExtension):
-    """torch's, which without a compiler ends in what ninja says of a failed build."""
+    """torch's, which ends in a traceback and shows command lines of a thousand characters."""
 
     def build_extensions(self) -> None:
-        compiler = os.environ.get("CXX") or "c++"  # what torch runs
-        if shutil.which(shlex.split(compiler)[0]) is None:
-            sys.exit(
-                f"tree_attention: no C++ compiler was found ({compiler}): apt install g++ on "
-                "Debian and Ubuntu, or name one of at least g++ 11, for example CXX=g++-12"
-            )
-        super().build_extensions()
+        check_tools()
+        try:
+            with objects_shown():
+                super().build_extensions()
+        except RuntimeError as error:
+            sys.exit(f"tree_attention: {error}: the compiler's messages are above")
+
+
+def check_tools() -> None:
+    """Ends the build in a sentence where a compiler or Python's headers are missing."""
+    compiler = os.environ.get("CXX") or "c++"  # what torch runs
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        sys.exit(
+            f"tree_attention: no C++ compiler was found ({compiler}): apt install g++ on "
+            "Debian and Ubuntu, or name one of at least g++ 11, for example CXX=g++-12"
+        )
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not header.exists():
+        sys.exit(
+            f"tree_attention: Python's headers are missing ({header}): apt install python3-dev on "
+            "Debian and Ubuntu, or take another Python"
+        )
+
+
+@contextmanager
+def objects_shown() -> Iterator[None]:
+    """Of a compiler's command line only the object is shown, as progress; its messages stay."""
+    short = r"s@^(\[[0-9]+/[0-9]+\]) .* -o [^ ]*/((csrc|instances)/[^ ]*)\.o .*@\1 \2@"
+    with subprocess.Popen(["sed", "-u", "-E", short], stdin=subprocess.PIPE) as sed:
+        sys.stdout.flush()
+        stdout = os.dup(1)
+        os.dup2(sed.stdin.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout, 1)
+            os.close(stdout)
 
 
 def cuda_architectures() -> str:
@@ -144,6 +191,18 @@ def torch_releases(use_cuda: bool) -> tuple[str, ...]:
 def torch_requirement(releases: tuple[str, ...]) -> str:
     major, minor = releases[-1].split(".")
     return f"torch>={releases[0]},<{major}.{int(minor) + 1}"
+
+
+def project_urls() -> dict[str, str]:
+    """Pages of a published copy, whose builder names its repository, as for the site."""
+    address = os.environ.get("REPOSITORY_URL", "").rstrip("/")
+    pages = {
+        "Homepage": "",
+        "Repository": "",
+        "Documentation": "/tree/HEAD/docs",
+        "Changelog": "/blob/HEAD/CHANGELOG.md",
+    }
+    return {name: address + page for name, page in pages.items()} if address else {}
 
 
 def extension(use_cuda: bool):
@@ -199,5 +258,6 @@ use_cuda = choose_cuda()
 setup(
     ext_modules=[extension(use_cuda)],
     cmdclass={"build_ext": Build},
+    project_urls=project_urls(),
     install_requires=[torch_requirement(torch_releases(use_cuda)), "numpy", "rich>=13"],
 )

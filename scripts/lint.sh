@@ -6,6 +6,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bin=.venv/bin
+for tool in clang-format ruff mypy; do
+  if [[ ! -x $bin/$tool ]]; then
+    echo "lint: there is no $bin/$tool. Run: scripts/setup, which makes it" >&2
+    exit 1
+  fi
+done
 mapfile -t cpp < <(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 if [[ ${1:-} == --fix ]]; then

@@ -6,10 +6,21 @@
 # ThreadSanitizer. at::parallel_for is std::thread there: libgomp's own synchronisation is invisible
 # to ThreadSanitizer and would drown a real race in false ones. AMX is emulated, so that the loads of
 # its tiles are seen. Where there is a GPU, the CUDA kernels run on it under compute-sanitizer.
+# Environment: PYTHON (by default .venv/bin/python, which scripts/setup makes), CXX, MAX_JOBS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/sanitize
-.venv/bin/python csrc/cuda/decode/instances.py build/instances >/dev/null
+python=${PYTHON:-.venv/bin/python}
+if ! "$python" -c "import torch" 2>/dev/null; then
+  echo "sanitize: $python has no torch, whose headers are compiled. Run: scripts/setup, or name a" \
+    "Python that has it with PYTHON=" >&2
+  exit 1
+fi
+if ! command -v "${CXX:-g++}" >/dev/null; then
+  echo "sanitize: there is no ${CXX:-g++}: apt install g++, or name a compiler with CXX=" >&2
+  exit 1
+fi
+"$python" csrc/cuda/decode/instances.py build/instances >/dev/null
 
 cpu_sources=(csrc/cpu/{vector/,bf16/,amx/,}*.cpp  # what takes longest first
   csrc/experts/{multiply,rows*,unpack}.cpp tests/cpp/*.cpp)
@@ -22,7 +33,7 @@ cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
 decode_cases=(decode_{short,short_kinds,int8_short,float8_short,latents_short,float16_latents_short})
 # c10's BFloat16 and Half are headers without a library.
-torch_include=$(.venv/bin/python -c \
+torch_include=$("$python" -c \
   'from torch.utils.cpp_extension import include_paths; print(include_paths()[0])')
 cpu_flags=(-Itests/cpp/shim -isystem "$torch_include" -include tests/amx_emulator/amx.h)
 # The first warning is often wrong under sanitizers.
@@ -82,4 +93,4 @@ for race in no_barrier relaxed no_warp_barrier early_refill no_order; do
 done
 
 printf '\033[1m== compute-sanitizer\033[0m\n'
-scripts/sanitize_cuda.sh || (($? == 77)) # 77: said why there is nothing to run
+PYTHON=$python scripts/sanitize_cuda.sh || (($? == 77)) # 77: said why there is nothing to run

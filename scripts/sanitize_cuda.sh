@@ -16,6 +16,10 @@ if ! command -v compute-sanitizer >/dev/null; then
   echo "compute-sanitizer is not installed"
   exit 77
 fi
+if ! "$PYTHON" -c 'import torch' 2>/dev/null; then
+  echo "sanitize_cuda: $PYTHON has no torch. Run: scripts/setup, or name a Python with PYTHON=" >&2
+  exit 1
+fi
 if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo "no CUDA device"
   exit 77

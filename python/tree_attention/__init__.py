@@ -4,7 +4,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from ._loader import __version__
+from ._loader import __version__, load
 
 if TYPE_CHECKING:
     from .baselines import ring_decode, ring_pass_q_decode
@@ -51,6 +51,8 @@ def __getattr__(name: str) -> object:
                 return names[name]
     if name in _WITH_NAMES + _OTHERS:
         return importlib.import_module(f"{__name__}.{name}")
+    if name == "_C":
+        return load()  # and not as Python would, which checks nothing
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

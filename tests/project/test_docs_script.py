@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# A Python that tells its name and arguments; `{mkdocs}` is what `import mkdocs` exits with.
-PYTHON = '#!/bin/sh\n[ "$1" = -c ] && exit {mkdocs}\necho "$0" "$PYTHONPATH" "$@"\n'
+# A Python that tells its name and arguments; `{mkdocs}` is what `import mkdocs` exits with, and
+# `{library}` an import of the library, which prints an error.
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+  "-c import mkdocs") exit {mkdocs} ;;
+  "-c import tree_attention.hf")
+    [ {library} = 0 ] || printf 'Traceback\\nModuleNotFoundError: no torch\\n' >&2
+    exit {library} ;;
+esac
+echo "$0" "$PYTHONPATH" "$@"
+"""
 
 
 @pytest.fixture
@@ -23,9 +32,9 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def add_python(path: Path, mkdocs: int = 0) -> None:
+def add_python(path: Path, mkdocs: int = 0, library: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(PYTHON.format(mkdocs=mkdocs))
+    path.write_text(PYTHON.format(mkdocs=mkdocs, library=library))
     path.chmod(0o755)
 
 
@@ -60,6 +69,16 @@ def test_missing_mkdocs_names_the_python_that_lacks_it(checkout: Path) -> None:
     assert result.returncode == 1
     command = "python3 -m pip install -r requirements-docs.txt"
     assert result.stderr == f"docs: python3 has no MkDocs. Run: {command}\n"
+
+
+def test_a_library_that_cannot_be_imported_is_one_line(checkout: Path) -> None:
+    add_python(checkout / "bin/python3", library=1)
+    result = docs(checkout)
+    assert result.returncode == 1 and not result.stdout
+    assert result.stderr == (
+        "docs: python3 cannot import the library, of which pages are made (ModuleNotFoundError: no "
+        "torch). Run: scripts/setup && .venv/bin/python -m pip install -r requirements-docs.txt\n"
+    )
 
 
 def test_what_both_files_pin_is_the_same() -> None:

@@ -189,14 +189,15 @@ from tree_attention import BlockCyclic, reference
 from tree_attention.reference.conformance import check_merge
 assert "lean_decode" in dir(tree_attention) and not hasattr(tree_attention, "lean_decodes")
 assert check_merge(reference.merge_states).passed and BlockCyclic
-try:
-    tree_attention.lean_decode
-except ImportError as error:
-    print(error)
+for name in ("lean_decode", "_C"):
+    try:
+        getattr(tree_attention, name)
+    except ImportError as error:
+        print(error)
 """
     result = python("-c", program, path=not_built)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("tree_attention: the extension is missing: no _C")
+    assert result.stdout.count("tree_attention: the extension is missing: no _C") == 2
     assert python("-m", "tree_attention", *PLAN, path=not_built).returncode == 0
 
 
@@ -216,6 +217,8 @@ names = tree_attention.__all__
 for name in names if sys.argv[1] == "0" else reversed(names):
     assert getattr(tree_attention, name) is vars(tree_attention)[name], name
 from tree_attention import *
+from tree_attention import _C
+assert _C is sys.modules["tree_attention._C"]
 assert lean_decode is tree_attention.ops.lean_decode
 assert tree_attention.exchange.all_merge_states is all_merge_states
 """

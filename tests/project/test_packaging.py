@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The build's choices, and what the distributions contain and require."""
 
+import ast
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -9,9 +11,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import tree_attention
-from tree_attention import _loader, hf
+from tree_attention import __main__, _loader, hf
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +38,12 @@ import os
 from setuptools import Extension
 from setuptools.command.build_ext import build_ext as BuildExtension
 CUDA_HOME = os.environ.get("CUDA_HOME")
+class BuildExtension(BuildExtension):
+    def build_extensions(self):
+        command = "[1/2] c++ -MMD -I/a -c /a/csrc/ops.cpp -o /a/build/csrc/ops.o -std=c++20"
+        os.system(f"echo '{command}'; echo csrc/ops.cpp:1: warning")
+        if "FAILS" in os.environ:
+            raise RuntimeError("Error compiling objects for extension")
 def CppExtension(name, sources, extra_compile_args, **options):
     print("sources", *sources)
     print("flags", extra_compile_args, options["define_macros"])
@@ -81,10 +90,16 @@ def refusal(result):
     return result.stderr
 
 
-def test_auto_takes_cuda_from_nvcc_and_torch_without_asking_for_a_gpu(run_setup):
-    text = output(run_setup(CUDA_VISIBLE_DEVICES=""))
+def test_auto_takes_cuda_where_a_gpu_is_visible(run_setup):
+    text = output(run_setup(capabilities=((9, 0),)))
     assert "torch 2.15.0+cu132, CUDA on (USE_CUDA=auto: nvcc 13.0, torch CUDA 13.2)" in text
     assert "csrc/cuda/merge/merge_states.cu" in text
+
+
+def test_cuda_is_compiled_without_a_gpu_if_asked_for(run_setup):
+    """As for images, which are built without one."""
+    text = output(run_setup(USE_CUDA="1"))
+    assert "CUDA on (USE_CUDA=1: nvcc 13.0, torch CUDA 13.2)" in text
     assert '"8.0;9.0+PTX"' in text, "also for GPUs that are newer than the compiler"
 
 
@@ -93,9 +108,10 @@ def test_auto_takes_cuda_from_nvcc_and_torch_without_asking_for_a_gpu(run_setup)
     [
         ({"nvcc": None}, "nvcc was not found"),
         ({"torch": "2.15.0+cpu", "cuda": None}, "torch 2.15.0+cpu was built without CUDA"),
+        ({}, "no GPU is visible, without which USE_CUDA=1 compiles its kernels"),
         ({"nvcc": "12.8"}, "nvcc 12.8 and torch's CUDA 13.2 differ in major version"),
     ],
-    ids=["no-nvcc", "cpu-torch", "other-major"],
+    ids=["no-nvcc", "cpu-torch", "no-gpu", "other-major"],
 )
 def test_without_cuda_auto_goes_on(run_setup, machine, reason):
     text = output(run_setup(**machine))
@@ -112,7 +128,7 @@ def test_zero_leaves_cuda_out(run_setup):
 
 
 def test_architectures_come_from_the_environment(run_setup):
-    text = output(run_setup(TORCH_CUDA_ARCH_LIST="9.0a"))
+    text = output(run_setup(USE_CUDA="1", TORCH_CUDA_ARCH_LIST="9.0a"))
     assert '"9.0a"' in text and "8.0" not in text
 
 
@@ -123,18 +139,18 @@ def test_architectures_are_those_of_visible_gpus(run_setup):
 
 @pytest.mark.parametrize("line_info", ["0", "1"])
 def test_kernels_are_small_unless_somebody_profiles_them(line_info, run_setup):
-    text = output(run_setup(LINE_INFO=line_info))
+    text = output(run_setup(USE_CUDA="1", LINE_INFO=line_info))
     assert "--compress-mode=size" in text and ("-lineinfo" in text) == (line_info == "1")
 
 
 def test_debug_turns_optimisation_off(run_setup):
-    text = output(run_setup(DEBUG="1"))
+    text = output(run_setup(USE_CUDA="1", DEBUG="1"))
     assert "-O0" in text and "-O3" not in text
 
 
 @pytest.mark.parametrize("name", ["USE_CUDA", "LINE_INFO", "DEBUG"])
 def test_unknown_value_is_refused(run_setup, name):
-    assert f"{name} must be one of" in refusal(run_setup(**{name: "yes"}))
+    assert f"{name} must be one of" in refusal(run_setup(**{"USE_CUDA": "1", name: "yes"}))
 
 
 @pytest.mark.parametrize("compiler", ["", "no-such-compiler", "no-such-launcher g++"])
@@ -144,6 +160,61 @@ def test_a_build_without_a_compiler_says_so_last(compiler, run_setup, tmp_path):
     last = refusal(run_setup(*command, USE_CUDA="0", **variables)).splitlines()[-1]
     assert last.startswith(f"tree_attention: no C++ compiler was found ({compiler or 'c++'}): apt")
     assert last.endswith("or name one of at least g++ 11, for example CXX=g++-12")
+
+
+def build(run_setup, tmp_path, **variables):
+    command = "--quiet", "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path
+    return run_setup(*command, USE_CUDA="0", CXX="true", **variables)
+
+
+def test_a_build_shows_the_file_names_and_the_compiler_s_messages(run_setup, tmp_path):
+    shown = output(build(run_setup, tmp_path)).splitlines()
+    assert shown[-2:] == ["[1/2] csrc/ops", "csrc/ops.cpp:1: warning"]
+
+
+def test_a_failed_build_ends_in_a_sentence(run_setup, tmp_path):
+    result = build(run_setup, tmp_path, FAILS="1")
+    assert "csrc/ops.cpp:1: warning" in result.stdout
+    assert refusal(result) == (
+        "tree_attention: Error compiling objects for extension: the compiler's messages are above\n"
+    )
+
+
+def with_sitecustomize(tmp_path, text):
+    """What Python runs first in each process whose path begins with the folder."""
+    (tmp_path / "sitecustomize.py").write_text(text)
+
+
+def test_missing_headers_of_python_are_named(run_setup, tmp_path):
+    of_none = "import sysconfig\nsysconfig.get_path = lambda name: '/nowhere'\n"
+    with_sitecustomize(tmp_path, of_none)
+    last = refusal(build(run_setup, tmp_path)).splitlines()[-1]
+    assert last.startswith("tree_attention: Python's headers are missing (/nowhere/Python.h): apt")
+
+
+def test_another_system_is_refused_before_torch_is_imported(run_setup, tmp_path):
+    with_sitecustomize(tmp_path, "import sys\nsys.platform = 'darwin'\n")
+    error = refusal(run_setup(torch="1.0"))  # which is not looked at
+    assert error.startswith("tree_attention runs on Linux alone; on Windows install it in WSL 2")
+    assert error.endswith("(this is darwin)\n") and error.count("\n") == 1
+
+
+def test_other_systems_download_no_torch_for_the_sentence():
+    text = (ROOT / "pyproject.toml").read_text()
+    required = ast.literal_eval(re.search(r"^requires = (\[.*?\])$", text, re.M | re.S)[1])
+    for system in ("darwin", "win32", "linux"):
+        names = [x.name for x in map(Requirement, required) if holds(x, system)]
+        assert names == ["setuptools"] + ["ninja", "torch"] * (system == "linux")
+
+
+def holds(requirement: Requirement, system: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"sys_platform": system})
+
+
+def test_missing_torch_is_named_with_the_command(run_setup, tmp_path):
+    blocked = "import sys\nsys.modules['torch'] = None\n"
+    with_sitecustomize(tmp_path, blocked)
+    assert refusal(run_setup()).startswith("tree_attention: torch is not installed, against which")
 
 
 def test_metadata_need_no_compiler(run_setup, tmp_path):
@@ -161,7 +232,7 @@ def sources(result) -> list[str]:
 
 def test_every_source_is_built(run_setup):
     """A file that setup.py forgets would be missing at run time only."""
-    listed = sources(run_setup())
+    listed = sources(run_setup(USE_CUDA="1"))
     found = [
         str(path.relative_to(ROOT))
         for suffix in ("cpp", "cu")
@@ -193,6 +264,7 @@ def test_metadata_require_the_torch_that_the_extension_runs_with(
         *("egg_info", "--egg-base", tmp_path),
         torch=torch,
         cuda=cuda,
+        capabilities=((9, 0),),
         DIST_EXTRA_CONFIG=str(named),
     )
     first = requirement.split(">=")[1]
@@ -202,6 +274,28 @@ def test_metadata_require_the_torch_that_the_extension_runs_with(
     assert [line for line in lines if line.startswith("Requires-Dist: torch")] == [
         f"Requires-Dist: {requirement}"
     ]
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_metadata_name_author_licence_pages_and_command(run_setup, tmp_path, published):
+    address = {"REPOSITORY_URL": "https://host/tree_attention/"} if published else {}
+    output(run_setup("egg_info", "--egg-base", tmp_path, **address))
+    folder = tmp_path / "tree_attention.egg-info"
+    head = (folder / "PKG-INFO").read_text().partition("\n\n")[0].splitlines()
+    assert "Author: the tree_attention authors" in head
+    assert "License-Expression: BSD-3-Clause" in head and "License-File: LICENSE" in head
+    (keywords,) = (line for line in head if line.startswith("Keywords: "))
+    assert {"decode context parallelism", "context sharding", "long context"} <= set(
+        keywords.removeprefix("Keywords: ").split(",")
+    )
+    pages = {"Homepage": "", "Repository": ""}
+    pages |= {"Documentation": "/tree/HEAD/docs", "Changelog": "/blob/HEAD/CHANGELOG.md"}
+    found = [line for line in head if line.startswith("Project-URL: ")]
+    expected = [f"Project-URL: {x}, https://host/tree_attention{page}" for x, page in pages.items()]
+    assert found == expected * published
+    points = (folder / "entry_points.txt").read_text()
+    assert "[console_scripts]\ntree-attention = tree_attention.__main__:console\n" in points
+    assert callable(__main__.console)
 
 
 def test_table_of_tried_releases_is_what_setup_promises():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What scripts/setup says on a machine that lacks something."""
+"""What scripts/setup, and scripts that need what it makes, say where something is missing."""
 
 import os
 import shutil
@@ -48,25 +48,68 @@ def test_missing_python_names_the_package(checkout, found):
     assert "apt install python3-venv python3-dev" in error
 
 
-@pytest.mark.parametrize(
-    ("driver", "chosen", "expected"),
-    [
-        ("echo 'GPU 0: a GPU (UUID: GPU-0)'", "", "auto"),
-        ("echo 'No devices were found'", "", "0"),
-        ("exit 9", "", "0"),
-        ("exit 9", "1", "1"),
-        ("echo 'GPU 0: a GPU (UUID: GPU-0)'", "0", "0"),
-    ],
-    ids=["gpu", "no gpu", "no driver", "asked for", "refused"],
-)
-def test_cuda_is_compiled_where_a_gpu_is_visible(checkout, driver, chosen, expected):
-    add_program(checkout / "bin" / "nvidia-smi", driver)
+def test_another_system_is_refused_before_anything_is_made(checkout):
+    add_program(checkout / "bin" / "uname", "echo Darwin")
+    error = setup_error(checkout, PATH=f"{checkout}/bin:{os.environ['PATH']}")
+    assert error.startswith(
+        "setup: tree_attention runs on Linux alone; on Windows install it in WSL"
+    )
+    assert error.endswith("(this is Darwin)\n") and not (checkout / ".venv").exists()
+
+
+def test_setup_py_alone_decides_about_cuda_again_for_another_gpu(checkout):
+    """Only what decides is kept: an unchanged machine builds once."""
+    driver = checkout / "bin" / "nvidia-smi"
     python = f'[ -z "$MAX_JOBS" ] || echo "USE_CUDA=$USE_CUDA" >>{checkout}/built; echo {checkout}'
     add_program(checkout / ".venv" / "bin" / "python", python)
-    variables = {"PATH": f"{checkout}/bin:{os.environ['PATH']}", "USE_CUDA": chosen, "CXX": "true"}
-    environment = {k: v for k, v in os.environ.items() if k != "MAX_JOBS"} | variables
-    script = checkout / "scripts" / "setup"
-    result = subprocess.run([script], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert f"Building the extension (USE_CUDA={expected})" in result.stderr
-    assert (checkout / "built").read_text() == f"USE_CUDA={expected}\n"
+    variables = {"PATH": f"{checkout}/bin:{os.environ['PATH']}", "CXX": "true"}
+    given = {k: v for k, v in os.environ.items() if k not in ("MAX_JOBS", "USE_CUDA")} | variables
+    (checkout / "python" / "tree_attention").mkdir(parents=True)
+    (checkout / "python" / "tree_attention" / f"_C{checkout}").parent.mkdir(parents=True)
+    (checkout / "python" / "tree_attention" / f"_C{checkout}").touch()
+
+    def built(**chosen):
+        script = checkout / "scripts" / "setup"
+        result = subprocess.run([script], env=given | chosen, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        path = checkout / "built"
+        lines = path.read_text().splitlines() if path.exists() else []
+        path.unlink(missing_ok=True)
+        return lines
+
+    add_program(driver, "exit 9")
+    assert [built(), built()] == [["USE_CUDA=auto"], []]
+    add_program(driver, "echo 'GPU 0: a GPU (UUID: GPU-0)'")
+    assert [built(), built()] == [["USE_CUDA=auto"], []]
+    assert [built(USE_CUDA="0"), built(USE_CUDA="1")] == [["USE_CUDA=0"], ["USE_CUDA=1"]]
+
+
+@pytest.mark.parametrize(
+    ("script", "lacks", "message"),
+    [
+        ("lint.sh", "python", "lint: there is no .venv/bin/clang-format. Run: scripts/setup"),
+        ("lint.sh", "mypy", "lint: there is no .venv/bin/mypy. Run: scripts/setup"),
+        ("sanitize.sh", "python", "sanitize: .venv/bin/python has no torch, whose headers are"),
+        ("sanitize.sh", "g++", "sanitize: there is no no-compiler: apt install g++, or name"),
+        (
+            "sanitize_cuda.sh",
+            "python",
+            "sanitize_cuda: .venv/bin/python has no torch. Run: scripts",
+        ),
+    ],
+)
+def test_scripts_name_what_they_lack(script, lacks, message, tmp_path):
+    """In one sentence, before they do anything."""
+    path = tmp_path / "scripts" / script
+    path.parent.mkdir()
+    shutil.copy(ROOT / "scripts" / script, path)
+    for tool in ("python", "clang-format", "ruff", "mypy"):
+        if lacks not in (tool, "python"):
+            add_program(tmp_path / ".venv" / "bin" / tool, "exit 0")
+    add_program(tmp_path / "bin" / "compute-sanitizer", "exit 0")
+    add_program(tmp_path / "bin" / "git", "echo a.cpp")
+    kept = {name: x for name, x in os.environ.items() if name != "PYTHON"}
+    variables = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CXX": "no-compiler"}
+    result = subprocess.run([path], env=kept | variables, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.startswith(message), result.stderr
+    assert result.stderr.count("\n") == 1 and not result.stdout
