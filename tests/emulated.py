@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import emulator_build
+import tree_attention.ops  # noqa: F401  registers the operators, before those in their place
 from compilation import Compiler
 
 TORCH = Path(torch.__file__).parent

@@ -5,6 +5,8 @@ import importlib.util
 
 import torch
 
+import tree_attention.ops  # noqa: F401  registers the operators
+
 
 def unavailable() -> str | None:
     """Why this benchmark cannot run here; None where it can."""

@@ -73,7 +73,7 @@ def adapt(
         else:
             sizes = inputs[0].shape[1:]
             named = dict(zip(AXES, sizes, strict=True))
-            result = merge(*inputs, named)
+            result = merge(*inputs, sizes=named)
         if result is None:
             return None, None
         states = result if isinstance(result, list) else [result]

@@ -2,14 +2,15 @@
 """Exact attention for very long contexts whose key/value cache is split over ranks."""
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ._loader import __version__, load
 
 if TYPE_CHECKING:
     from .baselines import ring_decode, ring_pass_q_decode
     from .decode import tree_decode
-    from .exchange import Communicator, ExchangeError, all_merge_states, strategies
+    from .exchange import Communicator, ExchangeError, all_merge_states
+    from .exchange.strategies import strategies
     from .ops import append_kv, lean_decode, lean_schedule, merge_states, reset_workspaces
     from .options import AttentionOptions
     from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
@@ -40,7 +41,7 @@ _WITH_NAMES = ("sharding", "options", "ops", "exchange", "decode", "baselines")
 _OTHERS = ("hf", "patterns", "positions", "reference")
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     """Imports what a name is of when it is first used: plans, versions and the conformance kit need
     no extension, and plans no torch."""
     if name in __all__:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The local operators: documentation and fake kernels (schemas and kernels: csrc/ops.cpp)."""
+"""The local operators: documentation and fake kernels (schemas and kernels: csrc/ops.cpp).
+
+`torch.ops.tree_attention` has them once this module, or a function of it, has been imported.
+"""
 
 import torch
 from torch import Tensor

@@ -12,7 +12,7 @@ from tree_attention.options import AttentionOptions
 from tree_attention.positions import decode_with_range_bias
 
 FUNCTIONS = [
-    x for x in map(vars(tree_attention).get, tree_attention.__all__) if inspect.isroutine(x)
+    x for name in tree_attention.__all__ if inspect.isroutine(x := getattr(tree_attention, name))
 ]
 SHARED = [
     tree_attention.lean_decode,

@@ -316,6 +316,17 @@ def test_table_of_tried_releases_is_what_setup_promises():
             assert (cell == "works") == together, (built, ran, cell)
 
 
+def test_wheels_without_an_interpreter_are_refused(tmp_path):
+    result = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "wheels", tmp_path / "out"],
+        env=os.environ | {"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2 and "name interpreters with --python" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_newest_tested_transformers_is_the_pinned_one():
     """And the pages name it, `info` and the errors of `generate` go by it."""
     tested, minimum = _loader.TESTED_TRANSFORMERS, _loader.MINIMUM_TRANSFORMERS
