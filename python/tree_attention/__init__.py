@@ -2,6 +2,8 @@
 """Exact attention for very long contexts whose key/value cache is split over ranks."""
 
 import importlib
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ._loader import __version__, load
@@ -59,3 +61,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_OTHERS})
+
+
+if "torch" in sys.modules:
+    # Who has torch may ask torch.ops.tree_attention for an operator, and name nothing of ours. What
+    # is wrong with the extension is told where something of it is used.
+    with suppress(ImportError):
+        importlib.import_module(f"{__name__}.ops")

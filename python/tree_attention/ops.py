@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The local operators: documentation and fake kernels (schemas and kernels: csrc/ops.cpp).
 
-`torch.ops.tree_attention` has them once this module, or a function of it, has been imported.
+`torch.ops.tree_attention` has them once torch and the package, or this module, have been imported.
 """
 
 import torch

@@ -225,3 +225,9 @@ assert tree_attention.exchange.all_merge_states is all_merge_states
     for order in "01":
         result = python("-c", program, order)
         assert result.returncode == 0, result.stderr
+
+
+def test_operators_are_those_of_torch_once_both_are_imported():
+    program = "import torch, tree_attention; print(torch.ops.tree_attention.lean_decode)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "tree_attention.lean_decode" in found.stdout, found.stderr
