@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m tree_attention COMMAND`: one file per command in `cli/`, imported when asked for."""
+"""`tree-attention COMMAND`, or `python -m tree_attention COMMAND`: one file per command in `cli/`,
+imported when asked for."""
 
 import argparse
 import importlib
@@ -12,32 +13,35 @@ from ._environment import VariableError
 from ._loader import ExtensionError, __version__
 
 try:
-    from .cli.usage import INTERRUPTED, UsageError, is_root, report
+    from .cli.rank import INTERRUPTED_STATUS, is_launched
+    from .cli.usage import INTERRUPTED, UsageError, end_with, is_root, program, report
 except ModuleNotFoundError as error:
     sys.exit(f"tree_attention: {error}. Every command needs: pip install numpy rich")
-
-# What a shell reports for a process that Ctrl-C ended: 128 and the number of SIGINT.
-INTERRUPTED_STATUS = 130
 
 COMMANDS = {
     "info": "versions, backends and what is unavailable",
     "verify": "check the operators, the ranks and HuggingFace on this machine",
-    "generate": "stream text from a checkpoint, its cache sharded over the ranks of torchrun",
-    "calibrate": "measure what exchanges cost between the ranks of torchrun",
+    "generate": "stream text from a checkpoint, its cache sharded over ranks",
+    "run": "run a program on several ranks of this machine",
+    "calibrate": "measure what exchanges cost between ranks",
     "plan": "memory and times of a model on several ranks, by arithmetic",
 }
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tree_attention",
+        prog=program(),
         description="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
+        epilog=f"{program()} COMMAND --help has a command's arguments and an example.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of these")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see COMMAND --help")
     rest.required = False  # or argparse would say that it is missing together with the command
+    if not arguments:
+        parser.print_help()
+        return 0
     parsed = parser.parse_args(arguments)
     try:
         command = importlib.import_module(f"tree_attention.cli.{parsed.command}")
@@ -45,28 +49,24 @@ def main(arguments: list[str]) -> int:
         sys.stdout.flush()
         return status
     except (UsageError, VariableError) as error:
-        report(parsed.command, error)
-        return 2
+        return end_with(parsed.command, error, 2)
     except RuntimeError as error:
         if not is_of_ranks(error):
             raise
         if INTERRUPTED in str(error):
             return interrupted(parsed.command)
-        report(parsed.command, error)
-        return 1
+        return end_with(parsed.command, error, 1)
     except ExtensionError as error:
-        report(parsed.command, error)
-        return 1
+        return end_with(parsed.command, error, 1)
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "torch"):
             raise
-        report(parsed.command, f"{error.name} is not installed. Run: pip install {error.name}")
-        return 1
+        missing = f"{error.name} is not installed. Run: pip install {error.name}"
+        return end_with(parsed.command, missing, 1)
     except KeyboardInterrupt:
         return interrupted(parsed.command)
     except OSError as error:  # a full disk under the output, say
-        report(parsed.command, f"cannot go on: {error}")
-        return 1
+        return end_with(parsed.command, f"cannot go on: {error}", 1)
 
 
 def is_of_ranks(error: RuntimeError) -> bool:
@@ -76,8 +76,8 @@ def is_of_ranks(error: RuntimeError) -> bool:
 
 
 def interrupted(command: str) -> int:
-    """Says so once for all ranks, and returns the exit status."""
-    if is_root():
+    """Says so once for all ranks, unless somebody sees it anyway, and returns the exit status."""
+    if is_root() and not is_launched():
         report(command, "interrupted; all ranks end")
     return INTERRUPTED_STATUS
 

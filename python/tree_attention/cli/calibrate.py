@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """`python -m tree_attention calibrate`: times exchanges on the user's own ranks, for "auto"."""
 
-import argparse
 import importlib.util
 import os
 import platform
@@ -18,6 +17,7 @@ from .._loader import __version__
 from ..exchange import COSTS_VARIABLE, calibrate, get_communicator
 from .usage import (
     UsageError,
+    argument_parser,
     check_can_be_written,
     check_seconds,
     plain_console,
@@ -29,11 +29,12 @@ from .world import World, add_timeout, choose_device, joined_world
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tree_attention calibrate",
-        description="Times whole exchanges of every strategy between the ranks of torchrun and "
-        "writes a table. Strategy 'auto' takes the fastest by that table in jobs of the same ranks "
-        f"and nodes, if every rank has {COSTS_VARIABLE}=FILE in its environment.",
+    parser = argument_parser(
+        "calibrate",
+        "Times whole exchanges of every strategy between the ranks of torchrun and writes a table. "
+        "Strategy 'auto' takes the fastest by that table in jobs of the same ranks and nodes, if "
+        f"every rank has {COSTS_VARIABLE}=FILE in its environment.",
+        "run -n 2 -m tree_attention calibrate --out costs.json",
     )
     parser.add_argument("--out", type=Path, default=Path("exchange_costs.json"), metavar="FILE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: over NCCL")
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
         if world.size == 1:
             raise UsageError(
                 "one process has no exchange to measure; start several: "
-                "torchrun --nproc-per-node 2 -m tree_attention calibrate"
+                "tree-attention run -n 2 -m tree_attention calibrate"
             )
         run(world, device, parsed.seconds, parsed.out, console)
     return 0

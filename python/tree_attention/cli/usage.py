@@ -2,8 +2,12 @@
 """Mistakes in the arguments of a command, found before the command does any work, and how the
 errors of all commands are told."""
 
+import argparse
 import os
 import shlex
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,14 +16,39 @@ from typing import Any
 from rich.console import Console
 
 from .._json import probe_file
+from .rank import is_launched, record_error
 
 # What ranks tell each other of Ctrl-C, inside a call (`Session.before_deadline`) and outside.
 INTERRUPTED = f"interrupted by {KeyboardInterrupt()!r}"
 UNFOLDED = 10_000  # columns of a table that is not on a terminal, and that names what users named
 
 
+A_CHECKPOINT = (
+    "directory with config.json, *.safetensors and a tokenizer: `hf download NAME --local-dir DIR` "
+    "makes one of what the Hugging Face Hub calls NAME"
+)
+
+
 class UsageError(Exception):
     """A mistake of the user; the message says how to put it right."""
+
+
+def program() -> str:
+    """How this process was called, for lines that a user copies."""
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    return name if name == "tree-attention" else "python -m tree_attention"
+
+
+def argument_parser(command: str, description: str, *examples: str) -> argparse.ArgumentParser:
+    """The parser of a command; `examples` are its arguments, with the command in front."""
+    width = shutil.get_terminal_size().columns - 2
+    lines = [f"  {program()} {example}" for example in examples]
+    return argparse.ArgumentParser(
+        prog=f"{program()} {command}",
+        description=textwrap.fill(description, width),
+        epilog="\n".join([f"example{'s' * (len(lines) > 1)}:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # leaves examples on their lines
+    )
 
 
 def plain_console(**options: Any) -> Console:
@@ -46,14 +75,29 @@ def shell_word(path: Path) -> str:
     return f"$'{''.join(characters)}'"
 
 
+def end_with(command: str, message: object, status: int) -> int:
+    """Says why the command ends, on one line, and returns the exit status. The launcher of a rank
+    is told too: torchrun's summary shows it, and `launch` prints it last."""
+    is_recorded = record_error(printable(f"{command}: {message}"))
+    if not (is_recorded and is_launched()):
+        report(command, message)
+    return status
+
+
 def report(command: str, message: object) -> None:
-    """Prints to stderr, on one line, why the command ends."""
+    """Prints a line to stderr."""
     plain_console(stderr=True).print(printable(f"{command}: {message}"), style="red")
 
 
 def is_root() -> bool:
     """True where this process talks to the user: rank 0 of torchrun's, or a process alone."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def check_checkpoint(path: Path) -> None:
+    """Raises UsageError where --model names no directory of a checkpoint."""
+    if not (path / "config.json").exists():
+        raise UsageError(f"no checkpoint in {path}: --model takes a {A_CHECKPOINT}")
 
 
 def check_can_be_written(option: str, path: Path) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """`python -m tree_attention verify`: whether the library is right on this machine and ranks."""
 
-import argparse
 import copy
 import importlib.util
 import sys
@@ -32,8 +31,16 @@ from .. import (
 from .._loader import INSTALL_TRANSFORMERS
 from ..exchange import ExchangeError, get_communicator, sentence
 from ..reference.accuracy import check_against_float64, digest
-from .checkpoint import A_CHECKPOINT, load, load_tokenizer, make_greedy
-from .usage import UNFOLDED, UsageError, plain_console, printable
+from .checkpoint import load, load_tokenizer, make_greedy
+from .usage import (
+    A_CHECKPOINT,
+    UNFOLDED,
+    UsageError,
+    argument_parser,
+    check_checkpoint,
+    plain_console,
+    printable,
+)
 from .world import RENDEZVOUS_SECONDS, World, add_timeout, joined_world
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,10 +56,12 @@ class Check:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tree_attention verify",
-        description="Checks the operators against float64, the ranks of torchrun against each "
-        "other and generated tokens against HuggingFace's.",
+    parser = argument_parser(
+        "verify",
+        "Checks the operators against float64, the ranks of torchrun against each other and "
+        "generated tokens against HuggingFace's.",
+        "verify",
+        "run -n 2 -m tree_attention verify",
     )
     parser.add_argument(
         "--model",
@@ -62,6 +71,8 @@ def main(arguments: list[str]) -> int:
     )
     add_timeout(parser)
     parsed = parser.parse_args(arguments)
+    if parsed.model is not None:
+        check_checkpoint(parsed.model)  # before the other checks, which take a minute
     with joined_world(timeout=parsed.timeout) as world, torch.inference_mode():
         kinds = {
             "operator": check_operator(),

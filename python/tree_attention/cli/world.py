@@ -27,6 +27,7 @@ from ..exchange import (
     remaining,
     sentence,
 )
+from .rank import is_launched
 from .usage import INTERRUPTED, UsageError, check_seconds, report
 
 # Processes of one job start within seconds, but a cold file system may take minutes to load them.
@@ -86,7 +87,8 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     """Joins the processes that torchrun describes in the environment to the default process group.
 
     Each rank also gets its share of the machine's CPUs as threads, because torchrun sets
-    OMP_NUM_THREADS to 1 whatever the machine has; any other value of OMP_NUM_THREADS is kept.
+    OMP_NUM_THREADS to 1 whatever the machine has; any other value of OMP_NUM_THREADS is kept, and
+    the one of our own launcher.
     Without torchrun, the world is this process alone. Inside of it, Ctrl-C on one rank ends the
     waits of all. `timeout` is the seconds in which all ranks must come, by default
     `RENDEZVOUS_SECONDS`, and the group's own, by default torch's.
@@ -108,7 +110,7 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     local_rank = read_integer("LOCAL_RANK", 0, local_size - 1)
     # Alone, a rank may take any free port.
     address = os.environ["MASTER_ADDR"], read_integer("MASTER_PORT", int(size > 1), (1 << 16) - 1)
-    if os.environ.get("OMP_NUM_THREADS") in (None, "1"):
+    if os.environ.get("OMP_NUM_THREADS") in (None, "1") and not is_launched():
         usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
         torch.set_num_threads(max(1, len(usable) // local_size))
     if local_size == size and sys.platform == "linux":
