@@ -87,3 +87,19 @@ def test_choices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit), mock.patch.dict("os.environ", {"COLUMNS": "200"}):
         main([*ARGUMENTS, "--gpu", "h300"])
     assert "'h300' (choose from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("meta-llama/Llama-3.1-8B", "; did you mean llama-3.1-8b?"),
+        ("llama-3.1-70", "; did you mean llama-3.1-70b?"),
+        ("gpt-2", ""),
+    ],
+)
+def test_a_name_that_is_nearly_one(
+    typed: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = "--context=1k", "--ranks=1", "--machine=cpu"
+    assert main(["plan", f"--model={typed}", *options]) == 2
+    assert capsys.readouterr().err.endswith(f"llama-3.1-405b{meant}\n")

@@ -14,7 +14,7 @@ from ..planning.arithmetic import ALL_FORMS, FORMS, MAX_CONTEXT, MAX_RANKS, Plan
 from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, fitted_link, link_of
 from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
 from ..planning.reading import find_model
-from .usage import UsageError, plain_console, printable
+from .usage import UsageError, argument_parser, plain_console, printable
 
 HEADINGS = (
     *("form (*: token soonest)", "weights GB", "cache GB", "longest context"),
@@ -24,10 +24,11 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tree_attention plan",
-        description="Memory of a rank, time of a token and time of a prompt for every way to split "
-        "a model over ranks, from bandwidths and rounds of messages; nothing is loaded or run.",
+    parser = argument_parser(
+        "plan",
+        "Memory of a rank, time of a token and time of a prompt for every way to split a model "
+        "over ranks, from bandwidths and rounds of messages; nothing is loaded or run.",
+        "plan --model llama-3.1-8b --context 1M --ranks 16 --machine cpu --link 10gbe",
     )
     shapes = f"directory with config.json, or a shape: {', '.join(NAMED)}"
     parser.add_argument("--model", required=True, metavar="DIR|NAME", help=shapes)

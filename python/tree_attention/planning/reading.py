@@ -4,6 +4,7 @@
 A model is built without memory for its weights, and enabled; nothing is known by its family.
 """
 
+import difflib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,12 @@ def find_model(name: str) -> Model:
         return NAMED[name]
     path = Path(name)
     if not (path / "config.json").is_file():
+        shape = name.rsplit("/", 1)[-1].lower()  # of what the hub calls OWNER/NAME
+        near = difflib.get_close_matches(shape, NAMED, n=1, cutoff=0.7)
+        meant = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
-            f"{name} is no directory with config.json, and the named shapes are {', '.join(NAMED)}"
+            f"{name} is no directory with config.json, and the named shapes are "
+            f"{', '.join(NAMED)}{meant}"
         )
     try:
         from transformers import AutoConfig
