@@ -29,6 +29,10 @@ def test_info_prints_what_is_used():
     assert rows["torch"].startswith(torch.__version__)
     assert rows["threads"].startswith(f"{torch.get_num_threads()};")
     assert result.stdout.count(_loader.load().cpu_instruction_set()) >= 1
+    # As in a report of a bug: every row on a line, which ends where its words end.
+    names = [line.partition("  ")[0] for line in result.stdout.splitlines()]
+    assert all(name.startswith(row) for name, (row, _) in zip(names, info.rows(), strict=True))
+    assert all(line == line.rstrip() for line in result.stdout.splitlines())
 
 
 def test_info_of_a_rank_says_whose_it_is(monkeypatch):
@@ -82,7 +86,18 @@ def test_every_command_has_help(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         __main__.main([command, "--help"])
     assert exit_info.value.code == 0
-    assert f"python -m tree_attention {command}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"usage: python -m tree_attention {command}" in shown
+    examples = [line for line in shown.partition("example")[2].splitlines() if line[:1] == " "]
+    assert any(f" {command}" in example for example in examples)
+
+
+def test_the_command_is_called_as_it_was_started(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tree-attention", "plan", "--help"])
+    with pytest.raises(SystemExit):
+        __main__.main(["plan", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: tree-attention plan ") and "python" not in shown
 
 
 def test_unknown_command_lists_the_known_ones(capsys):

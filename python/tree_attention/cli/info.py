@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """`python -m tree_attention info`: versions, backends, and why one of them is unavailable."""
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -18,24 +17,30 @@ from rich.table import Table
 import tree_attention
 from tree_attention import _loader
 
-from .usage import UNFOLDED, plain_console, printable
+from .usage import argument_parser, plain_console, printable
 
 NOT_BUILT = f"unavailable: torch {torch.__version__} is built without it"
 
 
 def main(arguments: list[str]) -> int:
-    argparse.ArgumentParser(
-        prog="python -m tree_attention info",
-        description="Prints versions and backends, and why one of them is unavailable.",
+    argument_parser(
+        "info",
+        "Prints versions and backends, and why one of them is unavailable.",
+        "info > report.txt",
     ).parse_args(arguments)
+    if not sys.stdout.isatty():
+        # A report that is piped or pasted keeps its paths and commands on one line.
+        found = list(rows())
+        width = max(len(name) for name, _ in found)
+        for name, value in found:
+            print(f"{name:<{width}} {printable(value)}")
+        return 0
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows():
         table.add_row(name, value)
-    # A report that is piped or pasted keeps its paths and commands on one line.
-    width = None if sys.stdout.isatty() else UNFOLDED
-    plain_console(width=width).print(table, soft_wrap=False)
+    plain_console().print(table, soft_wrap=False)
     return 0
 
 
