@@ -90,12 +90,15 @@ def _run(command: str, rng: Random, values: dict[str, str | None]) -> tuple[int,
     """Its exit status and what it wrote, in a process that this one leaves behind as it was."""
     arguments = ["--out", "/dev/shm/never-written.json"]
     if command == "generate":
-        arguments = ["--model", "/nowhere", "--prompt", "a"]
+        arguments = ["--prompt", "a"]
     with tempfile.TemporaryDirectory() as folder:
+        # Whose path is right, and which does not load.
+        (Path(folder) / "config.json").touch()
         file = Path(folder) / "said"
         child = os.fork()
         if child == 0:
-            _be_command([command, *arguments, "--timeout", _SECONDS], values, file)
+            model = ["--model", folder] * (command == "generate")
+            _be_command([command, *model, *arguments, "--timeout", _SECONDS], values, file)
         status = _status_of(child)
         return status, file.read_text(errors="replace")
 

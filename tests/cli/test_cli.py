@@ -17,7 +17,7 @@ import torch
 
 import tree_attention
 from ranks_of_commands import started
-from tree_attention.__main__ import main
+from tree_attention.__main__ import COMMANDS, main
 from tree_attention.cli import generate, generation
 from tree_attention.cli.usage import check_can_be_written
 from tree_attention.cli.world import World, joined_world
@@ -59,12 +59,13 @@ def test_generate_prints_text_and_measurements(
 ) -> None:
     file = tmp_path / "ours.json"
     assert run_generate(checkpoint, "--prompt", PROMPT, "--json", str(file)) == 0
-    output = capsys.readouterr().out
+    text, output = capsys.readouterr()
     assert PROMPT in output
     for line in ("time to first token", "bytes sent per token and", "key/value cache per rank"):
         assert line in output
     assert "tokens/s" not in output and "p99" not in output  # of so few tokens
     content = json.loads(file.read_text())
+    assert text == content["completion"] + "\n"  # alone
     assert content["prompt_tokens"] == len(PROMPT) and content["new_tokens"] == 9
     assert content["world_size"] == 1 and content["bytes_sent_per_token"] == 0
     assert 0 < content["inter_token_p50_ms"] <= content["inter_token_p99_ms"]
@@ -76,7 +77,7 @@ def test_rates_are_those_of_many_tokens(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_generate(checkpoint, "--prompt", PROMPT * 10, "--max-new-tokens", "16") == 0
-    output = capsys.readouterr().out
+    output = capsys.readouterr().err
     for line in ("prefill .* tokens/s", "p50, p99 .* ms", "decode .* tokens/s", "time .* 0%"):
         assert re.search(line, output), line
 
@@ -90,20 +91,39 @@ def test_generate_compares_tokens_with_another_run(
     assert run_generate(checkpoint, "--prompt-file", str(prompt), "--json", str(file)) == 0
     plain = ("--prompt", PROMPT, "--attention", "sdpa", "--same-tokens-as", str(file))
     assert run_generate(checkpoint, *plain) == 0
-    assert "The same 9 tokens" in capsys.readouterr().out
+    assert "The same 9 tokens" in capsys.readouterr().err
 
     content = json.loads(file.read_text())
     content["tokens"][-1] += 1
     file.write_text(json.dumps(content))
     assert run_generate(checkpoint, *plain) == 1
-    assert "Other tokens than in" in capsys.readouterr().out
+    assert "Other tokens than in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--prompt-file", "/nowhere.txt"], "--prompt-file /nowhere.txt: .*No such file"),
-        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", ""], "--prompt: the prompt is empty"),
+        (["--prompt", " \n"], "--prompt: the prompt is empty"),
+        (["--prompt-file", "/dev/null"], "--prompt-file /dev/null: the prompt is empty"),
+        (["--prompt-file", "/dev/stdin", "--ranks", "2"], "with --ranks it must be a regular file"),
+        (
+            ["--prompt", "x", "--ranks", "0"],
+            "--ranks must be 1 to 1,024 ranks of this machine",
+        ),
+        (["--prompt", "x", "--ranks", "2", "--attention", "sdpa"], "runs in one process: leave"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature must be at least 0 .*, got -1"),
+        (["--prompt", "x", "--temperature", "nan"], "at least 0 and finite, got nan"),
+        (["--prompt", "x", "--top-p", "0"], "--top-p must be above 0 and at most 1, got 0"),
+        (
+            ["--prompt", "x", "--top-p", "0.5", "--temperature", "0"],
+            "likeliest token each time",
+        ),
+        (["--prompt", "x", "--seed", "1"], "--seed is of samples: give --temperature or --top-p"),
+        (["--prompt", "x", "--top-p", "1", "--seed", "-1"], "--seed must be 0 to .*, got -1"),
+        (["--prompt", "x", "--strategy", "best"], "--strategy must be one of auto, .*, got 'best'"),
+        (["--prompt", "x", "--chat"], "--chat: the tokenizer in .* has no chat template, as that"),
         (["--prompt", "x" * 8190], "8190 tokens and 9 are to follow, but the model has 8192 pos"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--prompt", "x", "--timeout", "-1"], "--timeout must be above 0 and at most .*, got -1"),
@@ -181,12 +201,12 @@ def test_generate_in_another_dtype(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_generate_without_transformers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.delitem(sys.modules, "tree_attention.hf", raising=False)
     monkeypatch.delitem(vars(tree_attention), "hf", raising=False)
-    assert main(["generate", "--model", "/nowhere", "--prompt", "x"]) == 2
+    assert main(["generate", "--model", str(checkpoint), "--prompt", "x"]) == 2
     assert "needs transformers >= 5.5: pip install 'transformers>=5.5'" in squeezed(capsys)
 
 
@@ -261,7 +281,8 @@ def test_generate_with_quantised_weights(checkpoint: Path, tmp_path: Path) -> No
     model = "generate", "--model", str(checkpoint), "--max-new-tokens", "9"
     files = "--json", str(two), "--same-tokens-as", str(one)
     with started([*model, *options, *files]) as ranks:
-        assert [ranks.wait_for_end(rank).status for rank in range(2)] == [0, 0]
+        ended = [ranks.wait_for_end(rank) for rank in range(2)]
+    assert [end.status for end in ended] == [0, 0], ended
     sizes = [json.loads(file.read_text())["weight_bytes_per_rank"] for file in (one, two)]
     assert sizes[1] < 0.6 * sizes[0]
 
@@ -282,7 +303,7 @@ def test_generate_says_what_is_not_cut(checkpoint: Path, tmp_path: Path) -> None
         [x for x in end.stderr.splitlines() if not x.startswith("[transformers]")] for end in ended
     )
     says = r"from_pretrained: \d+% of this rank's .* are not cut, .*: model\.layers\.\*\.mamba"
-    assert len(first) == 1 and re.match(says, first[0]) and second == []
+    assert re.match(says, first[0]) and first[1] == "Prompt (2 tokens): ab" and second == []
 
 
 @pytest.mark.deep
@@ -300,7 +321,7 @@ def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    check_two_ranks(tmp_path, done.stdout, "split")
+    check_two_ranks(tmp_path, done.stderr, "split")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +338,9 @@ def test_generate_on_two_ranks(
     with started(two_ranks(checkpoint, tmp_path, *options)) as ranks:
         ended = [ranks.wait_for_end(rank) for rank in range(2)]
     assert [end.status for end in ended] == [0, 0], ended
-    check_two_ranks(tmp_path, ended[0].stdout + ended[1].stdout, weights)
+    check_two_ranks(tmp_path, ended[0].stderr + ended[1].stderr, weights)
+    completion = json.loads((tmp_path / "both.json").read_text())["completion"]
+    assert (ended[0].stdout, ended[1].stdout) == (completion + "\n", "")
 
 
 def test_joined_world_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +357,10 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([])
-    assert capsys.readouterr().err.endswith("arguments are required: command\n")
+    """The list, as somebody asks who does not know them."""
+    assert main([]) == 0
+    output = capsys.readouterr()
+    assert all(f"  {name} " in output.out for name in COMMANDS) and output.err == ""
 
 
 def test_probing_a_file_leaves_what_is_there(tmp_path: Path) -> None:

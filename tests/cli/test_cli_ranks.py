@@ -18,15 +18,16 @@ from tree_attention.exchange import ExchangeError
 pytest.importorskip("transformers")
 
 INTERRUPTED = "generate: interrupted; all ranks end\n"
+SHOWN = "Prompt (1 tokens): a\n"
 # Ends long after whatever a test does to the ranks.
 ENDLESS = ("--prompt", "a", "--max-new-tokens", "8000")
 # Runs a command on a rank that dies once it has met the others.
 DIES_WHILE_IT_LOADS = """
 import os, sys
 from tree_attention.__main__ import end, main
-from tree_attention.cli import generate
+from tree_attention.cli import checkpoint
 if os.environ["RANK"] == "1":
-    generate.load_tokenizer = lambda path: os._exit(7)
+    checkpoint.load_tokenizer = lambda path: os._exit(7)
 end(main(sys.argv[1:]))
 """
 
@@ -37,7 +38,6 @@ def generate(checkpoint: Path, *arguments: str) -> list[str]:
 
 def in_generation(ranks: Ranks) -> None:
     """Returns when the ranks generate: text is shown up to its last space."""
-    ranks.wait_for_output(0, "Prompt (1 tokens): a\n")
     ranks.wait_for_output(0, " ")
 
 
@@ -85,7 +85,7 @@ def test_a_rank_lost_in_generation(checkpoint: Path) -> None:
         ranks.send(signal.SIGKILL, 0)
         ended = ranks.wait_for_end(1)
     assert ended.status == 1
-    assert ended.stderr.startswith("generate: rank 1 of 2: "), ended.stderr
+    assert ended.stderr.startswith("generate: rank 1 of 2: "), ended.stderr  # which shows no prompt
     assert "A part of the cache is lost with the rank that held it: start all" in ended.stderr
     assert_one_sentence(ended)
 
@@ -114,7 +114,7 @@ def test_ctrl_c(checkpoint: Path, interrupted: tuple[int, ...]) -> None:
         ranks.send(signal.SIGINT, *interrupted)
         ended = [ranks.wait_for_end(rank) for rank in range(2)]
     assert [end.status for end in ended] == [130, 130], ended
-    assert ended[0].stderr == INTERRUPTED and ended[1].stderr == ""
+    assert ended[0].stderr == SHOWN + INTERRUPTED and ended[1].stderr == ""
 
 
 def test_ctrl_c_on_a_rank_that_no_other_meets(checkpoint: Path) -> None:
@@ -132,7 +132,7 @@ def test_ctrl_c_on_a_process_alone(checkpoint: Path) -> None:
         in_generation(ranks)
         ranks.send(signal.SIGINT, 0)
         ended = ranks.wait_for_end(0)
-    assert (ended.status, ended.stderr) == (130, INTERRUPTED)
+    assert (ended.status, ended.stderr) == (130, SHOWN + INTERRUPTED)
 
 
 @pytest.mark.deep
@@ -145,7 +145,7 @@ def test_ctrl_c_on_a_rank_that_waits_for_another(checkpoint: Path) -> None:
         time.sleep(2.0)  # until it waits
         ranks.send(signal.SIGINT, 0)
         ended = ranks.wait_for_end(0)
-    assert (ended.status, ended.stderr) == (130, INTERRUPTED)
+    assert (ended.status, ended.stderr) == (130, SHOWN + INTERRUPTED)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,9 @@ def test_a_table_of_costs_that_cannot_be_read(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # which keeps the threads of this process
+    (tmp_path / "config.json").touch()
     for command in ("generate", "verify"):
-        arguments = ["--model", "/nowhere", "--prompt", "a"] if command == "generate" else []
+        arguments = ["--model", str(tmp_path), "--prompt", "a"] if command == "generate" else []
         assert main([command, *arguments]) == 2
         error = capsys.readouterr().err
         names = "must be unset or name a file that calibrate wrote"

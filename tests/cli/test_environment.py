@@ -91,7 +91,8 @@ def test_every_command_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     set_variables(MASTER_PORT="tcp://10.96.3.7:29500")
-    arguments = ["--model", "/no", "--prompt", "a"] if command == "generate" else []
+    (tmp_path / "config.json").touch()
+    arguments = ["--model", ".", "--prompt", "a"] if command == "generate" else []
     assert main([command, *arguments]) == 2
     assert capsys.readouterr().err == f"{command}: {PORT.format(0, 'tcp://10.96.3.7:29500')}\n"
 

@@ -92,10 +92,11 @@ def test_errors_name_paths_as_they_were_typed(
     word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / word / "no" / "x.json"
+    (tmp_path / "config.json").touch()
     for command in (
         ["calibrate", f"--out={path}"],
         ["generate", f"--model={tmp_path / word}", "--prompt", "x"],
-        ["generate", "--model=/no", f"--prompt-file={path}"],
+        ["generate", f"--model={tmp_path}", f"--prompt-file={path}"],
         ["plan", f"--model={tmp_path / word}", "--context=1k", "--ranks=1", "--machine=cpu"],
         ["plan", "--model=llama-3.1-8b", f"--context={word}", "--ranks=1", "--machine=cpu"],
     ):
@@ -155,11 +156,11 @@ def test_generate_shows_its_prompt(
     file.parent.mkdir()
     command = ["generate", f"--model={model}", f"--prompt={prompt}", "--max-new-tokens=2"]
     assert main([*command, f"--json={file}"]) == 0
-    assert generation.excerpt(prompt) in capsys.readouterr().out.splitlines()[0]
+    assert generation.excerpt(prompt) in capsys.readouterr().err.splitlines()[0]
     assert main([*command, f"--same-tokens-as={file}"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"The same 2 tokens as in {file}."
+    assert capsys.readouterr().err.splitlines()[-1] == f"The same 2 tokens as in {file}."
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"tokens": [1, 2]}))
     assert main([*command, f"--same-tokens-as={file}"]) == 1
-    *_, last = capsys.readouterr().out.splitlines()
+    *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"Other tokens than in {file}: [") and last.endswith("there [1, 2]")

@@ -9,12 +9,8 @@ from typing import Any
 
 from .._json import read_json_object
 from ..exchange import ExchangeError, sentence
-from .usage import UsageError
+from .usage import UsageError, check_checkpoint
 
-A_CHECKPOINT = (
-    "directory with config.json, *.safetensors and a tokenizer: `hf download NAME --local-dir DIR` "
-    "makes one of what the Hugging Face Hub calls NAME"
-)
 _TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
 # Other keys of generation_config.json that change no token, and values that ask for nothing.
 _REMARKS = "_from_model_config", "transformers_version", "use_cache"
@@ -88,8 +84,7 @@ def load_tokenizer(path: Path) -> Any:
     from ..weights.checkpoint.files import check_config_file
 
     logging.disable_progress_bar()  # which transformers shows while it loads the weights
-    if not (path / "config.json").exists():
-        raise UsageError(f"no checkpoint in {path}: --model takes a {A_CHECKPOINT}")
+    check_checkpoint(path)
     with damages_named(path):
         check_config_file(path / "config.json", "the configuration")
         # Nothing beside the weights is run: neither Python files nor pickles.

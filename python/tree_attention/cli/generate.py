@@ -1,23 +1,41 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`python -m tree_attention generate`: text from a checkpoint, its cache sharded over the ranks."""
+"""`tree-attention generate`: text from a checkpoint, its cache sharded over the ranks.
+
+Arguments and files are looked at before torch and transformers are imported, which takes seconds.
+"""
+
+from __future__ import annotations
 
 import argparse
 import ctypes
 import json
+import math
+import os
 import reprlib
+import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .. import ExchangeError, strategies
 from .._json import read_json_object, replace_file
-from ..exchange import candidates
 from ..planning.models import WEIGHT_DTYPES
-from .checkpoint import A_CHECKPOINT, damages_named, load, load_tokenizer, make_greedy
-from .usage import UsageError, check_can_be_written, printable, report, writing
-from .world import World, choose_device, joined_world
+from .rank import is_launched
+from .run import check_ranks, launch
+from .usage import (
+    A_CHECKPOINT,
+    UsageError,
+    argument_parser,
+    check_can_be_written,
+    check_checkpoint,
+    printable,
+    report,
+    writing,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from .world import World
 
 # Options that also take "auto", which is the default.
 _CHOICES = {
@@ -40,13 +58,16 @@ _CHOICES = {
         "with replicated weights: split deals the prompt's tokens to the processes, auto does so "
         "with long ones",
     ),
-    "strategy": (strategies(), "how the ranks exchange their partial results"),
 }
 
 
 def main(arguments: list[str]) -> int:
     parsed = parse(arguments)
     check(parsed)
+    if parsed.ranks > 1 and not is_launched():
+        return launch("generate", parsed.ranks, ["-m", "tree_attention", "generate", *arguments])
+    from .world import choose_device, joined_world
+
     keep_freed_memory()
     device = choose_device(parsed.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -55,17 +76,47 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tree_attention generate",
-        description="Greedy text from a checkpoint. Under torchrun every process keeps its share "
-        "of the key/value cache, and of the weights if they are split.",
+    parser = argument_parser(
+        "generate",
+        "Prints the text that a checkpoint generates, and on stderr what it took. With several "
+        "ranks every process keeps its share of the key/value cache, and of the weights if they "
+        "are split.",
+        'generate --model DIR --prompt "The sky is"',
+        "generate --model DIR --prompt-file question.txt --chat --ranks 2 > answer.txt",
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help=A_CHECKPOINT)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
     parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message: put it into the tokenizer's chat template",
+    )
+    parser.add_argument(
         "--max-new-tokens", type=int, default=64, help="tokens to generate (default 64)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="sample, from logits that are divided by it; 0, the default, takes the likeliest "
+        "token each time",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample among the likeliest tokens whose probabilities add up to P",
+    )
+    parser.add_argument(
+        "--seed", type=int, help="of the samples; another one each time if left out"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes to start on this machine (default 1); torchrun starts those of several",
     )
     parser.add_argument(
         "--attention",
@@ -76,6 +127,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name, (choices, text) in _CHOICES.items():
         named, text = ("auto", *choices), f"{text} (default auto)"
         parser.add_argument(f"--{name}", choices=named, default="auto", help=text)
+    parser.add_argument(
+        "--strategy",
+        default="auto",
+        help="how the ranks exchange their partial results: auto, the default, or one of those "
+        "that `info` lists",
+    )
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
@@ -133,8 +190,52 @@ def check(arguments: argparse.Namespace) -> None:
             f"--weight-dtype {arguments.weight_dtype} quantises weights that are split: leave "
             "--prefill split out"
         )
+    check_sampling(arguments)
+    check_ranks("--ranks", arguments.ranks)
+    if arguments.ranks > 1 and "RANK" in os.environ and not is_launched():
+        raise UsageError(
+            "--ranks starts the processes itself: leave it out under torchrun, or unset RANK"
+        )
+    if arguments.attention == "sdpa" and arguments.ranks > 1:
+        raise UsageError("--attention sdpa runs in one process: leave --ranks out")
     if arguments.json is not None:
         check_can_be_written("--json", arguments.json)
+    check_checkpoint(arguments.model)
+    file = arguments.prompt_file
+    if arguments.ranks > 1 and file is not None and not may_be_read_twice(file):
+        raise UsageError(
+            f"--prompt-file {file}: every rank reads it, so with --ranks it must be a regular file"
+        )
+    arguments.text = prompt_text(arguments)
+    arguments.expected = read_tokens(arguments.same_tokens_as)
+
+
+def may_be_read_twice(path: Path) -> bool:
+    """False for a pipe, or for the standard input of one process."""
+    in_system = path.absolute().parts[1:2] in (("dev",), ("proc",))
+    return not path.exists() or (path.is_file() and not in_system)
+
+
+def check_sampling(arguments: argparse.Namespace) -> None:
+    temperature, top_p, seed = arguments.temperature, arguments.top_p, arguments.seed
+    if temperature is not None and not (temperature >= 0 and math.isfinite(temperature)):
+        raise UsageError(f"--temperature must be at least 0 and finite, got {temperature:g}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError(f"--top-p must be above 0 and at most 1, got {top_p:g}")
+    if seed is not None and not 0 <= seed < 1 << 63:
+        raise UsageError(f"--seed must be 0 to {(1 << 63) - 1}, got {seed}")
+    if temperature == 0 and top_p is not None:
+        raise UsageError(
+            "--temperature 0 takes the likeliest token each time: leave --top-p out, or give a "
+            "temperature above 0"
+        )
+    if seed is not None and not samples(arguments):
+        raise UsageError("--seed is of samples: give --temperature or --top-p with it")
+
+
+def samples(arguments: argparse.Namespace) -> bool:
+    """Whether tokens are drawn, rather than the likeliest ones taken."""
+    return bool(arguments.temperature) or arguments.top_p is not None
 
 
 def keep_freed_memory() -> None:
@@ -146,25 +247,30 @@ def keep_freed_memory() -> None:
 
 
 def run(arguments: argparse.Namespace, world: World, device: torch.device) -> int:
+    from .. import ExchangeError, strategies
+    from .checkpoint import load_tokenizer, make_greedy
+
     if arguments.attention == "sdpa" and world.size > 1:
         raise UsageError("--attention sdpa runs in one process: start it without torchrun")
     if world.size % arguments.tensor_parallel_size:
         divides = f"must divide the number of processes {world.size}"
         raise UsageError(f"--tensor-parallel-size {divides}, got {arguments.tensor_parallel_size}")
-    text = prompt_text(arguments)
-    expected = None if arguments.same_tokens_as is None else read_tokens(arguments.same_tokens_as)
-    tokenizer, model = load_model(arguments, world, device)
+    if arguments.strategy not in (able := ("auto", *strategies())):
+        raise UsageError(f"--strategy must be one of {', '.join(able)}, got {arguments.strategy!r}")
+    tokenizer = load_tokenizer(arguments.model)
+    text = in_template(tokenizer, arguments) if arguments.chat else arguments.text
+    model = load_model(arguments, world, device)
     unused = make_greedy(model, arguments.model)
     if unused and world.root:
-        names = ", ".join(unused)
-        report("generate", f"greedy: of generation_config.json, {names} count for nothing")
+        report("generate", f"of generation_config.json, {', '.join(unused)} count for nothing")
     from transformers import DynamicCache
 
     from .. import hf
     from ..weights.split import mesh_of
     from . import generation
 
-    input_ids = tokenizer(text, return_tensors="pt")["input_ids"].to(device)
+    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not arguments.chat)
+    input_ids = encoded["input_ids"].to(device)
     num_tokens, limit = input_ids.shape[1], getattr(model.config, "max_position_embeddings", None)
     if num_tokens == 0:
         raise UsageError("the prompt is empty: the model needs at least one token to begin with")
@@ -185,43 +291,73 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
             strategy=arguments.strategy,
             timeout=arguments.timeout,
         )
+    options = {"max_new_tokens": arguments.max_new_tokens, "pad_token_id": pad}
+    seed = None
+    if samples(arguments):
+        seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+        hf.seed_ranks(seed=seed, timeout=arguments.timeout)  # those of the first rank
+        # 0 of top_k: any token, where transformers takes one of 50.
+        options |= {"do_sample": True, "top_k": 0, "top_p": arguments.top_p or 1.0}
+        options |= {"temperature": arguments.temperature or 1.0}
     with generation.Screen(world.root, text, num_tokens, model, tokenizer) as screen:
+        if seed is not None:
+            screen.remarks.print(f"Samples of --seed {seed}", style="dim")
         try:
-            ends = {"max_new_tokens": arguments.max_new_tokens, "pad_token_id": pad}
-            result = generation.generate(model, input_ids, cache, streamer=screen, **ends)
+            result = generation.generate(model, input_ids, cache, streamer=screen, **options)
         except ExchangeError as error:
             raise ExchangeError(f"{error}. {advice(model, cache)}") from error
     measured = result.to_json()
     completion = tokenizer.decode(result.tokens, skip_special_tokens=True)
     table = generation.table(measured, arguments.attention, world.size)
-    screen.console.print(table, soft_wrap=False)
+    screen.remarks.print(table, soft_wrap=False)
     if world.root and arguments.json is not None:
         named = {"attention": arguments.attention, "world_size": world.size}
-        content = {**named, "completion": completion, **measured}
+        content = {**named, "seed": seed, "completion": completion, **measured}
         with writing("--json", arguments.json):
             replace_file(arguments.json, json.dumps(content, indent=1) + "\n")
-    if expected is None:
+    path, expected = arguments.same_tokens_as, arguments.expected
+    if path is None:
         return 0
-    path = arguments.same_tokens_as
     if result.tokens == expected:
-        screen.console.print(f"The same {len(expected)} tokens as in {printable(path)}.")
+        screen.remarks.print(f"The same {len(expected)} tokens as in {printable(path)}.")
         return 0
     different = f"Other tokens than in {printable(path)}: {result.tokens}, there {expected}"
-    screen.console.print(different, style="red")
+    screen.remarks.print(different, style="red")
     return 1
 
 
-def load_model(
-    arguments: argparse.Namespace, world: World, device: torch.device
-) -> tuple[Any, Any]:
-    """The tokenizer and the model, enabled, with this rank's part of the weights or all of them."""
+def in_template(tokenizer: Any, arguments: argparse.Namespace) -> str:
+    """The prompt as a user's message of the tokenizer's chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            f"--chat: the tokenizer in {arguments.model} has no chat template, as that of a model "
+            "which is not made for chats: leave --chat out"
+        )
+    from ..exchange import sentence
+
+    try:
+        messages = [{"role": "user", "content": arguments.text}]
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # templates are programs, and need jinja2
+        template = f"--chat: the chat template in {arguments.model} cannot be used"
+        raise UsageError(f"{template}: {sentence(error)}") from error
+    return text
+
+
+def load_model(arguments: argparse.Namespace, world: World, device: torch.device) -> Any:
+    """The model, enabled, with this rank's part of the weights or all of them."""
+    import torch
+
+    from .. import ExchangeError, hf
+    from ..exchange import candidates
+    from ..weights.plan import CannotSplitError
+    from .checkpoint import damages_named, load
+
     dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     path, size = arguments.model, arguments.tensor_parallel_size
     options = {"prefill": arguments.prefill, "timeout": arguments.timeout}
-    tokenizer = load_tokenizer(path)
-    from .. import hf
-    from ..weights.plan import CannotSplitError
-
     # Prompts are dealt to ranks which have all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
     scheme = None if arguments.weight_dtype == "auto" else arguments.weight_dtype
@@ -233,7 +369,7 @@ def load_model(
                 one_of = f"--strategy must be one of {', '.join(able)}"
                 raise CannotSplitError(f"with split weights {one_of}, got {arguments.strategy}")
             with damages_named(path):
-                return tokenizer, hf.from_pretrained(
+                return hf.from_pretrained(
                     path,
                     tensor_parallel_size=size,
                     dtype=dtype,
@@ -257,7 +393,7 @@ def load_model(
         except ValueError as error:
             sdpa = "--attention sdpa generates in one process"
             raise UsageError(f"--model {path}: {error}; {sdpa}") from error
-    return tokenizer, model
+    return model
 
 
 def advice(model: Any, cache: Any) -> str:
@@ -275,20 +411,29 @@ def advice(model: Any, cache: Any) -> str:
 
 
 def prompt_text(arguments: argparse.Namespace) -> str:
-    if arguments.prompt_file is None:
-        try:
-            # Bytes of the command line that are no UTF-8 come as surrogates.
-            return arguments.prompt.encode("utf-8", "surrogateescape").decode()
-        except UnicodeError as error:
-            raise UsageError(f"--prompt must be UTF-8: {error}") from error
+    """The text of the prompt, or UsageError where there is none."""
+    file = arguments.prompt_file
     try:
-        return arguments.prompt_file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompt-file {arguments.prompt_file}: {error}") from error
+        if file is None:
+            # Bytes of the command line that are no UTF-8 come as surrogates.
+            text = arguments.prompt.encode("utf-8", "surrogateescape").decode()
+        else:
+            text = file.read_text(encoding="utf-8-sig")
+    except UnicodeError as error:
+        named = "--prompt" if file is None else f"--prompt-file {file}"
+        raise UsageError(f"{named} must be UTF-8: {error}") from error
+    except OSError as error:
+        raise UsageError(f"--prompt-file {file}: {error}") from error
+    if not text.strip():
+        named = "--prompt" if file is None else f"--prompt-file {file}"
+        raise UsageError(f"{named}: the prompt is empty: the model needs a text to begin with")
+    return text
 
 
-def read_tokens(path: Path) -> list[int]:
+def read_tokens(path: Path | None) -> list[int]:
     """The tokens that another run wrote with --json."""
+    if path is None:
+        return []
     try:
         tokens = read_json_object(path, "--same-tokens-as").get("tokens")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):

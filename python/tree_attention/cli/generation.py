@@ -121,8 +121,8 @@ def generate(
     streamer: BaseStreamer | None = None,
     **options: Any,
 ) -> Generation:
-    """Generates one sequence greedily into `cache`, on every rank of its group; each token goes to
-    `streamer` when it arrives."""
+    """Generates one sequence into `cache`, on every rank of its group, greedily unless `options` of
+    the model's `generate` say otherwise; each token goes to `streamer` when it arrives."""
     mesh = mesh_of(model)
     recorder = ArrivalRecorder(
         (cache.shard.comm,) if isinstance(cache, TreeCache) else (),
@@ -134,9 +134,7 @@ def generate(
             input_ids=input_ids,
             attention_mask=torch.ones_like(input_ids),
             streamer=recorder,
-            do_sample=False,
-            **{CACHE_NAME: cache},
-            **options,
+            **{CACHE_NAME: cache, "do_sample": False} | options,
         )
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     return Generation(input_ids.shape[1], recorder.arrivals, weight_bytes, cache_bytes(cache))
@@ -153,7 +151,8 @@ def cache_bytes(cache: TreeCache | DynamicCache) -> int:
 
 
 class Screen(TextStreamer):
-    """The screen during a generation: the prompt, a bar during prefill, then the text.
+    """The screen during a generation: the prompt and a bar during prefill on stderr, and the text,
+    alone, on stdout.
 
     Only the root rank shows anything; the other ranks run the same code in silence.
     """
@@ -162,9 +161,9 @@ class Screen(TextStreamer):
         self, root: bool, text: str, prompt_tokens: int, model: Any, tokenizer: Any
     ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.console = plain_console(quiet=not root)
+        self._console = plain_console(quiet=not root)
+        self.remarks = plain_console(quiet=not root, stderr=True)
         self._text, self._prompt_tokens, self._model = text, prompt_tokens, model
-        # The bar goes to stderr, so that a redirected stdout holds the text alone.
         errors = Console(stderr=True)
         columns = "prefill", BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
         hidden = not (root and errors.is_terminal)
@@ -172,7 +171,7 @@ class Screen(TextStreamer):
 
     def __enter__(self) -> "Screen":
         text = f"Prompt ({self._prompt_tokens:,} tokens): {excerpt(self._text)}"
-        self.console.print(text, style="dim")
+        self.remarks.print(text, style="dim")
         task = self._progress.add_task("prefill", total=self._prompt_tokens)
 
         def advance(module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -192,7 +191,7 @@ class Screen(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._end_progress()  # the first token ends the prefill
-        self.console.out(text, end="\n" if stream_end else "")
+        self._console.out(text, end="\n" if stream_end else "")
 
 
 def excerpt(text: str) -> str:
