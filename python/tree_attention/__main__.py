@@ -23,6 +23,7 @@ COMMANDS = {
     "verify": "check the operators, the ranks and HuggingFace on this machine",
     "generate": "stream text from a checkpoint, its cache sharded over ranks",
     "run": "run a program on several ranks of this machine",
+    "doctor": "look at this host, and at the way to another, before a job of both",
     "calibrate": "measure what exchanges cost between ranks",
     "plan": "memory and times of a model on several ranks, by arithmetic",
 }
