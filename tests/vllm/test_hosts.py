@@ -7,6 +7,7 @@ import json
 import queue
 import re
 import socket
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -254,6 +255,51 @@ def test_options_with_which_hosts_would_wait(
         program.prepare(Namespace(**OPTIONS | options))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "the first argument must be serve, got nothing\nusage: python -m tree_attention.vllm"),
+        (["m", "serve"], "the first argument must be serve, got 'm'\nusage: "),
+        (["serve", "/no/model"], "MODEL must be a directory, or what the hub calls a model, got"),
+        (["serve", "m", "--nnodes=2", "--master_addr", "no.invalid"], "--master-addr must be the"),
+        (["serve", "m", "-n", "2", "--master-addr", "a..b"], "--master-addr must be the name or"),
+        (
+            ["serve", "m", "--node-rank", "3"],
+            "--node-rank must be from 0 to 0, below --nnodes, got",
+        ),
+        (["serve", "m", "--nnodes", "2", "-r", "1"], "--headless must be given with --node-rank 1"),
+    ],
+)
+def test_mistakes_that_show_without_vllm(
+    arguments: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are told before vLLM is imported, which takes half a minute of a processor."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    assert program.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"tree_attention.vllm: error: {sentence}")
+
+
+def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        program.main(["serve", "m", "--nnodes", "two"])
+    assert "argument --nnodes/-n: invalid int value: 'two'" in capsys.readouterr().err
+
+
+def test_what_is_left_to_vllm() -> None:
+    """Options of its own, and those that a file may have."""
+    program.check_early(["m", "--dtype", "float32", "--served-model-name", "a", "b", "--x.y=1"])
+    program.check_early(["m", "--config", "file.yaml", "--node-rank", "3"])
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--help"]) == 0
+    assert capsys.readouterr().out == program.USAGE
+
+
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert program.main(["serve", "m"]) == 2
@@ -331,7 +377,6 @@ def test_a_name_of_no_host() -> None:
 
 
 def test_the_interface_of_an_address() -> None:
-    pytest.importorskip("psutil")
     assert hosts.address_towards("127.0.0.1", 1) == "127.0.0.1"
     assert program.interface_of("127.0.0.1") == "lo"
     with pytest.raises(ValueError, match="VLLM_HOST_IP must be an address of this host, got '192"):

@@ -6,6 +6,7 @@ the same command runs on each host, with its `--node-rank R` and the `--master-a
 first; all but the first add `--headless`.
 """
 
+import argparse
 import asyncio
 import ctypes
 import dataclasses
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import _loader
+from .._network import device_of
 from ..exchange import DEFAULT_TIMEOUT
 from . import checks, hosts
 from .watch import LOST_STATUS, Watch
@@ -40,7 +42,25 @@ LAST_SECONDS = 0.75  # for the last answers of a server and of the first host's 
 SERVER_SECONDS = 2.0  # in which a server ends whose engine is lost
 
 
+USAGE = """usage: python -m tree_attention.vllm serve MODEL [options of vllm serve]
+       python -m tree_attention.vllm serve --help
+"""
+
+
 def main(arguments: list[str]) -> int:
+    # Before vLLM is imported, which takes half a minute of a processor.
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(USAGE, end="")
+        return 0
+    if arguments[:1] != ["serve"]:
+        got = f"got {arguments[0]!r}" if arguments else "got nothing"
+        say(f"error: the first argument must be serve, {got}\n{USAGE}".rstrip())
+        return 2
+    try:
+        check_early(arguments[1:])
+    except ValueError as error:
+        say(f"error: {error}")
+        return 2
     if importlib.util.find_spec("vllm") is None:
         say("error: vLLM must be installed beside tree_attention, and is not: see docs/vllm.md")
         return 2
@@ -80,6 +100,56 @@ def main(arguments: list[str]) -> int:
     if not was_told or watch is not None:
         leave_as(watch, was_told=was_told)
     return 0
+
+
+def check_early(arguments: list[str]) -> None:
+    """Raises ValueError for what is wrong with MODEL and with the options that name hosts. vLLM's
+    own parser, which needs vLLM, reads all of them again."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tree_attention.vllm serve", add_help=False, allow_abbrev=False
+    )
+    parser.add_argument("--nnodes", "-n", type=int, default=1)
+    parser.add_argument("--node-rank", "-r", type=int, default=0)
+    parser.add_argument("--master-addr", default="127.0.0.1")
+    parser.add_argument("--master-port", type=int, default=29501)
+    parser.add_argument("--cpu-distributed-timeout-seconds", type=int)
+    parser.add_argument("--headless", action="store_true")
+    parser.add_argument("--config")
+
+    def as_vllm_reads(word: str) -> str:
+        name, sign, value = word.partition("=")
+        return name.replace("_", "-") + sign + value if word.startswith("--") else word
+
+    asked, _ = parser.parse_known_args(list(map(as_vllm_reads, arguments)))
+    if asked.config is None:  # whose file has any of them
+        check_hosts(asked)
+    model = arguments[0] if arguments else ""
+    if model.startswith(("/", "./", "../")) and not Path(model).exists():
+        raise ValueError(f"MODEL must be a directory, or what the hub calls a model, got {model!r}")
+
+
+def check_hosts(asked: Namespace) -> None:
+    """Raises ValueError for options with which hosts would wait for each other."""
+    nnodes, rank = asked.nnodes, asked.node_rank
+    if not 0 <= rank < nnodes:
+        raise ValueError(f"--node-rank must be from 0 to {nnodes - 1}, below --nnodes, got {rank}")
+    if rank > 0 and not asked.headless:
+        raise ValueError(
+            f"--headless must be given with --node-rank {rank}: only the first host serves"
+        )
+    if nnodes > 1 and rank == 0 and asked.headless:
+        raise ValueError("--headless must not be given with --node-rank 0, which serves")
+    timeout = timeout_of(asked)
+    if nnodes > 1 and timeout < LEAST_TIMEOUT:
+        raise ValueError(
+            f"--cpu-distributed-timeout-seconds must be at least {LEAST_TIMEOUT}, got {timeout:g}"
+        )
+    if nnodes > 1:
+        hosts.address_towards(asked.master_addr, asked.master_port)
+
+
+def timeout_of(asked: Namespace) -> float:
+    return float(asked.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT)
 
 
 def adopt_orphans() -> None:
@@ -170,19 +240,7 @@ def prepare(asked: Namespace) -> Watch | None:
                 "vLLM has not loaded the plug-in: VLLM_PLUGINS must be unset or name "
                 "tree_attention, and the package must be installed, not only be found on PYTHONPATH"
             )
-    if not 0 <= rank < nnodes:
-        raise ValueError(f"--node-rank must be from 0 to {nnodes - 1}, below --nnodes, got {rank}")
-    if rank > 0 and not asked.headless:
-        raise ValueError(
-            f"--headless must be given with --node-rank {rank}: only the first host serves"
-        )
-    if nnodes > 1 and rank == 0 and asked.headless:
-        raise ValueError("--headless must not be given with --node-rank 0, which serves")
-    timeout = asked.cpu_distributed_timeout_seconds or DEFAULT_TIMEOUT
-    if nnodes > 1 and timeout < LEAST_TIMEOUT:
-        raise ValueError(
-            f"--cpu-distributed-timeout-seconds must be at least {LEAST_TIMEOUT}, got {timeout}"
-        )
+    check_hosts(asked)
     if not asked.headless and not asked.uds:
         family = socket.AF_INET6 if ":" in (asked.host or "") else socket.AF_INET  # as in vLLM
         hosts.check_free(asked.host or "0.0.0.0", asked.port, "--host and --port", family)
@@ -196,7 +254,7 @@ def prepare(asked: Namespace) -> Watch | None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(os.environ["VLLM_HOST_IP"]))
         note = note_of(asked)
         meeting = hosts.meet(asked.master_addr, asked.master_port, rank, nnodes, note, say)
-        watch = Watch(meeting, float(timeout), leave, say)
+        watch = Watch(meeting, timeout_of(asked), leave, say)
         watch.start()
     where = f", host {rank} of {nnodes}" if nnodes > 1 else ""
     what = f"{checks.VARIABLE} is {os.environ[checks.VARIABLE]!r}, so attention is vLLM's own"
@@ -243,11 +301,9 @@ def binding(cpus: list[int], num_processes: int) -> str:
 
 def interface_of(address: str) -> str:
     """Name of the network interface that has this address, or ValueError."""
-    import psutil  # which vLLM requires
-
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in entries):
-            return str(name)
+    with suppress(ValueError):  # where it is a name
+        if device := device_of(address):
+            return device
     raise ValueError(f"VLLM_HOST_IP must be an address of this host, got {address!r}")
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from .. import _network
 from ..exchange import sentence
 
 Found = TypeVar("Found")
@@ -41,17 +42,12 @@ def name_of_this() -> str:
 def address_towards(host: str, port: int) -> str:
     """The address of this host from which messages to `host` leave, or ValueError."""
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = places[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)
-            found: str = probe.getsockname()[0]
-    except OSError as error:
+        return _network.address_towards(host, port)
+    except (OSError, UnicodeError) as error:
         raise ValueError(
             f"--master-addr must be the name or address of the first host, got {host!r}: "
-            f"{error.strerror}"
+            f"{getattr(error, 'strerror', error)}"
         ) from None
-    return found
 
 
 def meet(
