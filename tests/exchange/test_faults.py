@@ -348,3 +348,29 @@ def test_a_rank_that_only_failed_is_not_compared() -> None:
     with pytest.raises(ExchangeError) as caught:
         other.reach((("call", "all_reduce"),), time.monotonic() + 5.0)
     assert str(caught.value) == "rank 0 has failed: interrupted"
+
+
+@on_ranks(3)
+def test_errors_name_hosts(rank: int, world_size: int) -> None:
+    """Two of the ranks are on a host of their own; who reads the error knows hosts."""
+    host = f"host{max(0, rank - 1)}"
+    with mock.patch.object(agreement.socket, "gethostname", lambda: host):
+        comm = Communicator(dist.new_group(range(world_size)), timeout=QUICK)
+        with pytest.raises(ExchangeError) as caught:
+            comm.agree((("dtype", "half" if rank == 2 else "float"),), timeout=AMPLE)
+        here = f"rank {rank} of 3"
+        differ = "dtype is half on rank 2 (host1), float on rank 0 (host0)"
+        assert str(caught.value) == f"{here}: {differ}"
+        if rank == 2:
+            return  # it comes to no further call
+        with pytest.raises(
+            ExchangeError, match=r"no word from rank 2 \(host1\) about this exchange"
+        ):
+            comm.agree((("dtype", "float"),))
+
+
+def test_hosts_that_all_ranks_share_are_not_named() -> None:
+    store = dist.HashStore()
+    one = agreement.Agreement(store, 0, 1, "group")
+    one.reach((), time.monotonic() + AMPLE)
+    assert one._named([0]) == "rank 0"

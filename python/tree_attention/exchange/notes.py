@@ -45,8 +45,10 @@ def attempt(step: Callable[[], Note]) -> Note:
         return {"reason": sentence(error)}
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def ranks_text(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """Ranks by their numbers; `hosts` are the hosts of all ranks, as far as they are known."""
+    names = (f"{rank} ({hosts[rank]})" if hosts and hosts[rank] else str(rank) for rank in ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(names)}"
 
 
 def first_reason(notes: Sequence[Note]) -> str:

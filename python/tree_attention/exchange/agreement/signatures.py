@@ -9,6 +9,7 @@ and waits there, after it has told peers that may have kept theirs (`Session.ann
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,9 +32,9 @@ Judge = Callable[[list[Note]], str]
 ABANDONED = "abandoned calls"
 # The field with the name of each rank's caller.
 CALLER = "name of the calling thread"
-_FAILED, _NOTE = "failed", "note"
+_FAILED, _NOTE, _HOST = "failed", "note", "host"
 _SEPARATOR = "; "
-_QUOTE = re.compile(r"rank \d+ has failed: ")
+_QUOTE = re.compile(r"rank \d+( \([^)]*\))? has failed: ")
 # How long a rank that found a disagreement, and may serve the store, waits for the others' finding.
 _PARTING_SECONDS = 2.0
 # How long the store may take to pass on what ranks have to say about a failure.
@@ -50,6 +51,7 @@ class Agreement:
         self._rank, self._world_size = rank, world_size
         self._epoch = 0
         self._own: dict[str, str] = {}
+        self._hosts = [""] * world_size  # by name, where ranks have told theirs
         self.interrupted = threading.Event()  # ends this rank's wait for the others' signatures
 
     def reach(
@@ -65,6 +67,7 @@ class Agreement:
         self._epoch += 1
         self._own = {
             _NOTE: json.dumps(note or {}),
+            _HOST: socket.gethostname(),
             "tree_attention version": __version__,
             # Builds of one release, for CPUs and GPUs, may work together.
             "torch version": torch.__version__.partition("+")[0],
@@ -80,10 +83,11 @@ class Agreement:
             raise ExchangeError(
                 f"the store of the process group is lost: {sentence(error)}"
             ) from error
+        known = zip(published, self._hosts, strict=True)
+        self._hosts = [said.get(_HOST, host) for said, host in known]
         first = published[0]
-        differences = [
-            self._difference(r, said, first, "rank 0") for r, said in enumerate(published)
-        ]
+        who = self._named([0])
+        differences = [self._difference(r, said, first, who) for r, said in enumerate(published)]
         if any(_FAILED in said for said in published):
             raise ExchangeError(_joined(differences))
         notes: list[Note] = [json.loads(said[_NOTE]) for said in published]
@@ -117,7 +121,7 @@ class Agreement:
                     said = _parsed(self._store.get(key), rank)
                     differences.append(self._difference(rank, said, self._own, "this rank"))
             if silent and patience:
-                differences.append(f"no word from {ranks_text(silent)}")
+                differences.append(f"no word from {self._named(silent)}")
             return _joined(differences, known=reason)
 
         try:
@@ -132,8 +136,8 @@ class Agreement:
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if missing:  # still
                 raise ExchangeError(
-                    f"no word from {ranks_text(missing)} about this exchange: lost, stalled, or in "
-                    "another"
+                    f"no word from {self._named(missing)} about this exchange: lost, stalled, or "
+                    "in another"
                 )
         values = (
             self._store.multi_get(keys)
@@ -168,15 +172,22 @@ class Agreement:
             for field in _differing(said, other)[:1]:
                 theirs, ours = said.get(field), other.get(field)
                 advice = f"{_SEPARATOR}{ADVICE}" if field == CALLER else ""
-                differences.append(f"{field} is {theirs} on rank {rank}, {ours} on {who}{advice}")
+                there = f"on {self._named([rank])}"
+                differences.append(f"{field} is {theirs} {there}, {ours} on {who}{advice}")
         if _FAILED in said:
             reason = said[_FAILED]
             # A rank that failed because of others quotes them, and they are named already.
             quotes = _QUOTE.match(reason)
-            differences.append(reason if quotes else f"rank {rank} has failed: {reason}")
+            failed = f"{self._named([rank])} has failed: {reason}"
+            differences.append(reason if quotes else failed)
         return ", ".join(differences)
 
-    def _wait_for_readers(self, deadline: float) -> None:
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Ranks, and where there are several hosts these, which an operator knows."""
+        several = len({*self._hosts} - {""}) > 1
+        return ranks_text(ranks, self._hosts if several else ())
+
+    def _part(self, deadline: float) -> None:
         """Waits until all ranks have read this epoch."""
         prefix = f"{self._name}/{self._epoch}"
 
@@ -225,5 +236,5 @@ def _joined(differences: Sequence[str], known: str = "") -> str:
 
 
 def _differing(said: dict[str, str], other: dict[str, str]) -> list[str]:
-    fields = [field for field in other | said if field not in (_FAILED, _NOTE)]
+    fields = [field for field in other | said if field not in (_FAILED, _NOTE, _HOST)]
     return [field for field in fields if said.get(field) != other.get(field)]
