@@ -315,3 +315,20 @@ def test_the_sentence_is_in_the_file_of_torchrun(
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     assert failure.message["message"] == failure.message["extraInfo"]["py_callstack"] == said[:-1]
     assert abs(failure.timestamp - time.time()) < AMPLE_SECONDS
+
+
+@pytest.mark.deep
+def test_the_sentence_is_in_the_summary_of_torchrun() -> None:
+    """Where it printed "To enable traceback see ..."."""
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+    command = "tree_attention", "generate", "--model", "/no", "--prompt", "a"
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "-m", *command],
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=2 * AMPLE_SECONDS,
+    )
+    assert done.returncode == 1
+    summary = done.stderr.partition("Root Cause (first observed failure)")[2]
+    assert "traceback : generate: no checkpoint in /no: --model takes a directory" in summary
