@@ -6,6 +6,7 @@ step has a deadline of seconds, and each line says what to do.
 """
 
 import importlib.metadata
+import io
 import ipaddress
 import json
 import os
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from .. import _loader
 from .._network import address_towards, device_of
@@ -255,7 +256,7 @@ def of_the_way(host: str, port: int) -> Iterator[Finding]:
 
 
 def of_the_answers(
-    connection: socket.socket, messages: IO[bytes], server: socket.socket
+    connection: socket.socket, messages: io.BufferedRWPair, server: socket.socket
 ) -> Iterator[Finding]:
     """What the doctor of another host says, and the connections that both try."""
     rounds, offset = [], 0.0
@@ -381,12 +382,12 @@ def answer(connection: socket.socket) -> None:
         receive(messages, may_end=True)  # until it has tried the port
 
 
-def send(messages: IO[bytes], message: dict[str, Any]) -> None:
+def send(messages: io.BufferedRWPair, message: dict[str, Any]) -> None:
     messages.write(json.dumps(message).encode() + b"\n")
     messages.flush()
 
 
-def receive(messages: IO[bytes], may_end: bool = False) -> dict[str, Any]:
+def receive(messages: io.BufferedRWPair, may_end: bool = False) -> dict[str, Any]:
     """The next message, of which nothing is believed before it is read as JSON; `may_end`: nothing
     where there is none."""
     line = messages.readline(MAX_BYTES)
