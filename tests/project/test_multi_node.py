@@ -55,5 +55,12 @@ def test_lines_of_torchrun(line: str, capsys: pytest.CaptureFixture[str]) -> Non
         assert capsys.readouterr().err.strip().endswith(unknown)
 
 
+def test_commands_of_pages_are_there() -> None:
+    """By the name of the program that the package installs."""
+    pages = [page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    found = re.findall(r"tree-attention +(\w[\w-]*)", "\n".join(pages))
+    assert {"run", "doctor", "generate"} <= {*found} <= {*COMMANDS}
+
+
 def test_all_lines_are_seen() -> None:
     assert len(LINES) == len(re.findall("(?<!`)torchrun --nnodes", PAGE + README)) == 7

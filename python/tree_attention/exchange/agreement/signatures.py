@@ -187,7 +187,7 @@ class Agreement:
         several = len({*self._hosts} - {""}) > 1
         return ranks_text(ranks, self._hosts if several else ())
 
-    def _part(self, deadline: float) -> None:
+    def _wait_for_readers(self, deadline: float) -> None:
         """Waits until all ranks have read this epoch."""
         prefix = f"{self._name}/{self._epoch}"
 
