@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
 
 
 def is_of_ranks(error: RuntimeError) -> bool:
-    """Whether it is an ExchangeError: a command that imports no torch has none."""
+    """True for an ExchangeError: a command that imports no torch has none."""
     exchange = sys.modules.get("tree_attention.exchange")
     return exchange is not None and isinstance(error, exchange.ExchangeError)
 

@@ -116,7 +116,7 @@ def _scalar(value: Any) -> object:
 
 
 def _is_tensor(value: object) -> bool:
-    """Whether it is a tensor of torch: there is none where nobody has imported that, and plans are
+    """True for a tensor of torch: there is none where nobody has imported that, and plans are
     made without it."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)

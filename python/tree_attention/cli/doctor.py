@@ -116,7 +116,7 @@ def place_of(text: str) -> tuple[str, int]:
 
 
 def of_this_host() -> Iterator[Finding]:
-    """What shows without another host."""
+    """The lines that need no other host."""
     name = socket.gethostname()
     device = os.environ.get("GLOO_SOCKET_IFNAME")
     names = "name of this host"
@@ -171,7 +171,7 @@ def of_memory(meminfo: Path = Path("/proc/meminfo"), shared: str = "/dev/shm") -
 
 
 def note_of_this_host(port: int) -> dict[str, Any]:
-    """What the other side is told; `port` is a free one at which this side listens."""
+    """The answer to the other side; `port` is a free one at which this side listens."""
     try:
         instruction_set = str(_loader.load().cpu_instruction_set())
     except ImportError as error:  # no torch, or the extension is not built
@@ -202,7 +202,7 @@ def with_peer(host: str, port: int) -> Iterator[Finding]:
 
 
 def of_the_way(host: str, port: int) -> Iterator[Finding]:
-    """What shows of another host; Unreachable after the line that says why it ends."""
+    """The lines about another host; Unreachable after the line that says why it ends."""
     step = f"name {host}"
     try:
         addresses = resolved(host)
@@ -258,7 +258,7 @@ def of_the_way(host: str, port: int) -> Iterator[Finding]:
 def of_the_answers(
     connection: socket.socket, messages: io.BufferedRWPair, server: socket.socket
 ) -> Iterator[Finding]:
-    """What the doctor of another host says, and the connections that both try."""
+    """The answers of another host's doctor, and the connections that both try."""
     rounds, offset = [], 0.0
     for _ in range(_NUM_PINGS):
         begin = time.time()
@@ -299,7 +299,7 @@ def of_the_answers(
 
 
 def of_both(mine: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Finding]:
-    """What two hosts should have in common."""
+    """The things that two hosts should have in common."""
     same = "install the same on both"
     for package, version in mine["versions"].items():
         other = dict(theirs["versions"]).get(package, "not told")

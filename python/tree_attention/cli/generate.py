@@ -234,7 +234,7 @@ def check_sampling(arguments: argparse.Namespace) -> None:
 
 
 def samples(arguments: argparse.Namespace) -> bool:
-    """Whether tokens are drawn, rather than the likeliest ones taken."""
+    """True where tokens are drawn, rather than the likeliest ones taken."""
     return bool(arguments.temperature) or arguments.top_p is not None
 
 

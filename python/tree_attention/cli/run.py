@@ -81,7 +81,7 @@ class Rank:
         )
 
     def error(self) -> Mapping[str, Any] | None:
-        """What it has recorded."""
+        """The error that it has recorded."""
         try:
             content: Mapping[str, Any] = json.loads(self.error_file.read_text("utf-8"))["message"]
             return content
@@ -138,8 +138,8 @@ def launch(command: str, num_ranks: int, words: Sequence[str]) -> int:
 
 
 def _environment(command: str, num_ranks: int) -> dict[str, str]:
-    """What all ranks have in their environment: a meeting point on the loopback device, and a part
-    of the processors. What the user has set stays."""
+    """The environment of all ranks: a meeting point on the loopback device, and a part of the
+    processors. What the user has set stays."""
     if "RANK" in os.environ:
         raise UsageError(
             f"RANK is set, as torchrun and {command} set it for the ranks that they start: run it "

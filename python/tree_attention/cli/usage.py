@@ -34,7 +34,7 @@ class UsageError(Exception):
 
 
 def program() -> str:
-    """How this process was called, for lines that a user copies."""
+    """The words that called this process, for lines that a user copies."""
     name = Path(sys.argv[0]).name if sys.argv else ""
     return name if name == "tree-attention" else "python -m tree_attention"
 
