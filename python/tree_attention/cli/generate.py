@@ -247,7 +247,7 @@ def keep_freed_memory() -> None:
 
 
 def run(arguments: argparse.Namespace, world: World, device: torch.device) -> int:
-    from .. import ExchangeError, strategies
+    from ..exchange import ExchangeError, strategies
     from .checkpoint import load_tokenizer, make_greedy
 
     if arguments.attention == "sdpa" and world.size > 1:
@@ -350,8 +350,8 @@ def load_model(arguments: argparse.Namespace, world: World, device: torch.device
     """The model, enabled, with this rank's part of the weights or all of them."""
     import torch
 
-    from .. import ExchangeError, hf
-    from ..exchange import candidates
+    from .. import hf
+    from ..exchange import ExchangeError, candidates
     from ..weights.plan import CannotSplitError
     from .checkpoint import damages_named, load
 
