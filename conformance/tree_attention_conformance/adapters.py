@@ -71,9 +71,10 @@ def adapt(
             sizes = (*problem.q.shape[:3], problem.v_shards[0].shape[3])
             named = dict(zip(AXES, sizes, strict=True))
         else:
-            sizes = inputs[0].shape[1:]
+            o_parts, lse_parts = inputs
+            sizes = o_parts.shape[1:]
             named = dict(zip(AXES, sizes, strict=True))
-            result = merge(*inputs, sizes=named)
+            result = merge(o_parts, lse_parts, named)
         if result is None:
             return None, None
         states = result if isinstance(result, list) else [result]
