@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from ._loader import __version__, load
 
 if TYPE_CHECKING:
+    from . import exchange
     from .baselines import ring_decode, ring_pass_q_decode
     from .decode import tree_decode
     from .exchange import Communicator, ExchangeError, all_merge_states
-    from .exchange.strategies import strategies
     from .ops import append_kv, lean_decode, lean_schedule, merge_states, reset_workspaces
     from .options import AttentionOptions
     from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
+
+    strategies = exchange.strategies
 
 __all__ = [
     "AttentionOptions",
