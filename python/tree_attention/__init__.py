@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from ._loader import __version__, load
 
 if TYPE_CHECKING:
-    from . import exchange
     from .baselines import ring_decode, ring_pass_q_decode
     from .decode import tree_decode
     from .exchange import Communicator, ExchangeError, all_merge_states
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
     from .options import AttentionOptions
     from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
-    strategies = exchange.strategies
+    # Of the exchange, which has a folder of the same name.
+    def strategies() -> tuple[str, ...]: ...
 
 __all__ = [
     "AttentionOptions",

@@ -76,7 +76,7 @@ def test_calibration_needs_no_matplotlib(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "one process has no exchange to measure; start several: torchrun"),
+        ([], "one process has no exchange to measure; start several: tree-attention run -n 2"),
         (["--out", "/nowhere/costs.json"], "--out /nowhere/costs.json: there is no directory"),
         (["--out", "/"], "--out /: this is a directory; name a file"),
         (["--out", "costs.png"], "--out costs.png: name the table"),

@@ -40,7 +40,7 @@ def test_other_defaults_count_for_nothing(
 ) -> None:
     plain, other = tmp_path / "plain.json", tmp_path / "other.json"
     assert main(run(checkpoint, "--max-new-tokens", "5", "--json", str(plain))) == 0
-    assert capsys.readouterr().err == ""
+    assert "greedy" not in capsys.readouterr().err
     files = "--max-new-tokens", "5", "--same-tokens-as", str(plain), "--json", str(other)
     changed = with_defaults(checkpoint, tmp_path / "changed", **DEFAULTS)
     for attention in ("tree_attention", "sdpa"):
@@ -50,7 +50,7 @@ def test_other_defaults_count_for_nothing(
     with started(run(changed, *files, "--weights", "split")) as ranks:
         ended = [ranks.wait_for_end(rank) for rank in range(2)]
     assert [end.status for end in ended] == [0, 0], ended
-    assert ended[0].stderr == NOTE.format(", ".join(sorted(DEFAULTS))) and ended[1].stderr == ""
+    assert NOTE.format(", ".join(sorted(DEFAULTS))) in ended[0].stderr and ended[1].stderr == ""
 
 
 def test_the_last_token_ends_the_text(

@@ -293,7 +293,7 @@ def test_a_device_without_such_long_rows_is_named() -> None:
     error = RuntimeError("lean_decode: head_dim must be at most 16, got 28")
     message = "caches latents of 28 columns, which attention does not take on cpu: lean_decode: hea"
     with (
-        mock.patch.object(operands, "lean_decode", side_effect=error),
+        mock.patch.object(operands, "check_decode", side_effect=error),
         pytest.raises(ValueError, match=f"^enable: DeepseekV3ForCausalLM {message}"),
     ):
         hf.enable(model)
