@@ -5,8 +5,6 @@ import importlib.util
 
 import torch
 
-import tree_attention.ops  # noqa: F401  registers the operators
-
 
 def unavailable() -> str | None:
     """Why this benchmark cannot run here; None where it can."""
@@ -21,6 +19,9 @@ def unavailable() -> str | None:
 
 def has_cuda_kernel(op: str) -> bool:
     """Tell if the extension implements this operator for CUDA."""
+    # Not above: in benchmarks/, a program's own folder, torch finds this package as its `cuda`.
+    import tree_attention.ops  # noqa: F401  registers the operators
+
     name = f"tree_attention::{op}"
     return hasattr(torch.ops.tree_attention, op) and torch._C._dispatch_has_kernel_for_dispatch_key(
         name, "CUDA"

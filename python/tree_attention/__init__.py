@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     # Of the exchange, which has a folder of the same name.
     def strategies() -> tuple[str, ...]: ...
 
+
 __all__ = [
     "AttentionOptions",
     "BlockCyclic",

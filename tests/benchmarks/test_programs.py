@@ -50,21 +50,5 @@ def test_scripts_run_by_their_path_from_anywhere(script: str, tmp_path: Path) ->
     assert ("--out DIR" in found) == (script != "referee.py")
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "emulation.clusters",
-        "emulation.contexts",
-        "emulation.generation",
-        "papers",
-        "papers.protocol",
-        "papers.shares",
-    ],
-)
-def test_programs_run_as_modules_of_the_checkout(program: str) -> None:
-    module = f"benchmarks.{program}"
-    assert f"usage: python -m {module}" in help_of(module, ROOT)
-
-
 def test_there_are_scripts() -> None:
-    assert {"decode.py", "tree.py", "llama.py", "links.py", "simulate.py"} <= set(SCRIPTS)
+    assert {"decode.py", "tree.py", "llama.py", "links.py", "scaling.py"} <= set(SCRIPTS)

@@ -29,7 +29,9 @@ def test_prompts_that_are_no_text(
     file = tmp_path / "prompt"
     file.write_bytes(b"a\xff")
     assert run(checkpoint, "--prompt-file", str(file)) == 2
-    assert f"--prompt-file {file} must be UTF-8: 'utf-8' codec can't decode" in capsys.readouterr().err
+    assert (
+        f"--prompt-file {file} must be UTF-8: 'utf-8' codec can't decode" in capsys.readouterr().err
+    )
 
 
 def test_a_byte_order_mark_is_no_part_of_the_prompt(checkpoint: Path, tmp_path: Path) -> None:

@@ -34,8 +34,6 @@ SHORT = decode("bf16_64", "decode_short")
 WIDE = decode("bf16_128", "decode_wide")
 INT8 = decode("bf16_int8_64", "decode_int8_short")
 COLUMNS = decode("bf16_int8_256", "decode_columns_short")
-# The fix-up alone, where rows need more scratch memory than there is.
-FIXUP = Target(Path("tests/cuda_emulator/test_fixup.cpp"), ("fixup_short",))
 ONE_SHOT = Target(
     Path("csrc/cuda/one_shot/one_shot.cu"),
     tuple(
@@ -46,7 +44,6 @@ ONE_SHOT = Target(
 # By the words in the sources; SHORT finds the others.
 FOUND_BY = {
     "the next columns overwrite those that are read": WIDE,
-    "the next rows' lse overwrite those that are merged": FIXUP,
     "products of the other columns are not waited for": COLUMNS,
     "the scales of keys are dropped": INT8,
     "the scales of values are dropped": INT8,

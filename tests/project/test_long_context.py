@@ -54,7 +54,7 @@ ONE_WRONG_RANK = f"""
 import os, sys
 sys.path.insert(0, {str(PROGRAM.parent)!r})
 os.environ["COLUMNS"] = "200"
-import long_context, tree_attention.decode as decode
+import long_context, tree_attention.decode_call as decode
 right = decode.lean_decode
 if os.environ["RANK"] == "1":
     decode.lean_decode = lambda q, k, v, *args, **options: right(q, k, -v, *args, **options)

@@ -119,8 +119,7 @@ class PartsMerger {
       // Without this: weights are used before they are all computed.
       __syncthreads();
       merge_o(chunk, first_row, rows, sink);
-      // Without this: the next rows' lse overwrite those that are merged.
-      __syncthreads();
+      __syncthreads();  // before the scratch memory is written again
     }
   }
 
