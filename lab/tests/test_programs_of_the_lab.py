@@ -12,7 +12,7 @@ from benchmarks.harness.report import ROOT
 README = (ROOT / "lab/README.md").read_text()
 MODULES = sorted(set(re.findall(r"-m (lab[\w.]*)", README)))
 # They take no options.
-PLAIN = {"lab.adversary.mutations", "lab.simulation.estimate"}
+PLAIN = {"lab.adversary.mutations", "lab.simulation.estimate", "lab.simulation.planning"}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name not in PLAIN])

@@ -19,8 +19,8 @@ def algorithm_4(*schedules: str) -> list[dict[str, str]]:
 def as_printed() -> Words:
     plain, up = algorithm_4("AsPrinted", "AsPrintedRoundedUp")
     return [
-        f"[Of {plain['sizes']} sizes](../benchmarks/results/algorithm_4.md) {plain['right']} are "
-        f"right, {plain['loses or mixes tiles']} lose or mix tiles and {plain['hangs']} hang; with "
+        f"[Of {plain['sizes']} sizes](../../benchmarks/results/algorithm_4.md) {plain['right']} "
+        f"are right, {plain['loses or mixes tiles']} lose or mix tiles and {plain['hangs']} hang; with "
         f"the share of a CTA rounded up {up['right']}, {up['loses or mixes tiles']} and "
         f"{up['hangs']}"
     ]

@@ -17,8 +17,8 @@ def slow_memory() -> Words:
 def lsh() -> Words:
     one, sixteen = (result("lsh", "relative error", buckets="16", rounds=x) for x in ("1", "16"))
     return [
-        f"[for 16 buckets](../benchmarks/results/lsh.md) the error of o falls from {one:.1f} with "
-        f"one round to {sixteen:.2f} with 16"
+        f"[for 16 buckets](../../benchmarks/results/lsh.md) the error of o falls from {one:.1f} "
+        f"with one round to {sixteen:.2f} with 16"
     ]
 
 
@@ -86,7 +86,7 @@ def linear() -> Words:
     half_few, half_many = (error("positive random features", x, "0.5") for x in (64, 4096))
     one, half = (error("elu(x) + 1", 64, x) for x in ("1.0", "0.5"))
     return [
-        "[The error](../benchmarks/results/survey_errors.md) of o against softmax is "
+        "[The error](../../benchmarks/results/survey_errors.md) of o against softmax is "
         f"{few} with 64 positive features and still {many} with 4,096, where scores have the "
         f"deviation 1; with 0.25 {half_few} and {half_many}. `elu(x) + 1` has {one} and {half}"
     ]
@@ -95,7 +95,7 @@ def linear() -> Words:
 def low_rank() -> Words:
     few, many = (error("averages of neighbours", x) for x in (64, 512))
     return [
-        f"the [error](../benchmarks/results/survey_errors.md) is {few} with 64 keys for 1,024 "
+        f"the [error](../../benchmarks/results/survey_errors.md) is {few} with 64 keys for 1,024 "
         f"tokens that change slowly, and {many} with 512"
     ]
 

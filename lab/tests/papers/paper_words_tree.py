@@ -76,7 +76,7 @@ def algorithm_3() -> Words:
         f"{c:.0f} us, and one exchange of (o, lse) {d:.0f} us; on 64 hosts of two levels {e:.1f}, "
         f"with a fan-in of 4 {f:.1f}, Gloo's rings {g:.0f}, one exchange {h:.1f} ms; on three "
         f"levels {doubling:.1f} by doubling and {levels:.1f} ms with a fan-in for each level",
-        "on 2, 4, 8 and 16 [emulated hosts](../benchmarks/results/cluster_metro.md), 1 ms and 1 "
+        "on 2, 4, 8 and 16 [emulated hosts](../../benchmarks/results/cluster_metro.md), 1 ms and 1 "
         f"Gb/s, it takes {measured('tree_allreduce')} ms, and one exchange by `butterfly` "
         f"{measured('butterfly')} ms",
     ]

@@ -48,7 +48,9 @@ def test_named_code_exists(module, name):
     assert hasattr(importlib.import_module(package), name)
 
 
-@pytest.mark.parametrize("path, test", sorted(set(re.findall(r"(tests/[\w/]+\.py)::(\w+)", PAGE))))
+@pytest.mark.parametrize(
+    "path, test", sorted(set(re.findall(r"((?:lab/)?tests/[\w/]+\.py)::(\w+)", PAGE)))
+)
 def test_named_test_exists(path, test):
     assert f"\ndef {test}(" in (ROOT / path).read_text()
 

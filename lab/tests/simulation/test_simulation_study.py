@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 
 import pytest
 
 from lab.simulation import study
-
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+from lab.simulation.__main__ import main
 
 
 def test_program(
@@ -20,7 +18,6 @@ def test_program(
     monkeypatch.setattr(
         study, "strategies_report", lambda rows: found.append(rows) or report_of(rows)
     )
-    main = runpy.run_path(str(BENCHMARKS / "simulate.py"))["main"]
     assert main(["--cluster", "two-level", "--ranks", "4", "8", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "Fastest at the longest context: B = 1 " in printed and "B = 64 " in printed
