@@ -20,8 +20,8 @@ def as_printed() -> Words:
     plain, up = algorithm_4("AsPrinted", "AsPrintedRoundedUp")
     return [
         f"[Of {plain['sizes']} sizes](../../benchmarks/results/algorithm_4.md) {plain['right']} "
-        f"are right, {plain['loses or mixes tiles']} lose or mix tiles and {plain['hangs']} hang; with "
-        f"the share of a CTA rounded up {up['right']}, {up['loses or mixes tiles']} and "
+        f"are right, {plain['loses or mixes tiles']} lose or mix tiles and {plain['hangs']} hang; "
+        f"with the share of a CTA rounded up {up['right']}, {up['loses or mixes tiles']} and "
         f"{up['hangs']}"
     ]
 
