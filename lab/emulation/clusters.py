@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.harness.places import link_sentences, report_of_places
+from benchmarks.harness.places import link_sentences, measure, report_of_places
 from benchmarks.harness.report import Report
 from tree_attention.exchange.auto.choose import choose
 from tree_attention.exchange.strategies import STRATEGIES, strategies
@@ -24,9 +24,9 @@ from ..simulation import RINGS
 from .configuration import (
     configurations,
     emulated_parser,
-    measure_emulated,
     run_cases,
     topology_of,
+    where_emulated,
 )
 from .fake_attention import problem_of
 from .rank import AUTO
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
         return run_cases(link, world_size, cases(), parsed.seconds)
 
     name = name_of(parsed.only)
-    return measure_emulated(name, names, parsed, run, partial(report_of, name=name))
+    return where_emulated(lambda: measure(name, names, parsed, run, partial(report_of, name=name)))
 
 
 def name_of(chosen: Iterable[str]) -> str:

@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.harness.machine import softirq_seconds
 from benchmarks.harness.measure import Load
-from benchmarks.harness.places import measure, places_parser
-from benchmarks.harness.report import Report, environment
+from benchmarks.harness.places import places_parser
+from benchmarks.harness.report import environment
 from tree_attention import lean_decode
 from tree_attention.exchange.auto.choose import COSTS_VARIABLE
 from tree_attention.exchange.transport.topology import Topology
@@ -148,17 +148,10 @@ def emulated_parser(program: str, report: str, names: Sequence[str]) -> argparse
     return places_parser(f"lab.emulation.{program}", report, names)
 
 
-def measure_emulated(
-    report: str,
-    names: Sequence[str],
-    parsed: argparse.Namespace,
-    run: Callable[[str, int], dict[str, Any]],
-    report_of: Callable[[dict[str, Any]], Report],
-    width: int = 180,
-) -> int:
-    """Call `measure` where hosts can be emulated; return the exit status."""
+def where_emulated(measured: Callable[[], int]) -> int:
+    """Call a program where hosts can be emulated; else say why not. Return its exit status."""
     if (why := unsupported()) is not None:
         print(why, file=sys.stderr)
         return 2
     exit_on_sigterm()
-    return measure(report, names, parsed, run, report_of, width)
+    return measured()

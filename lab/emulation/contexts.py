@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness.machine import available_bytes
-from benchmarks.harness.places import link_sentences, report_of_places
+from benchmarks.harness.places import link_sentences, measure, report_of_places
 from benchmarks.harness.report import Report
 
 from ..simulation import RING, RINGS
@@ -22,8 +22,8 @@ from .configuration import (
     attention_seconds_per_key,
     configurations,
     emulated_parser,
-    measure_emulated,
     run_cases,
+    where_emulated,
 )
 from .fake_attention import problem_of
 from .rank import AUTO
@@ -112,7 +112,7 @@ def main(arguments: list[str]) -> int:
         chosen = [case for case in chosen if case["keys"] <= parsed.longest]
         return run_cases(link, world_size, chosen, parsed.seconds)
 
-    return measure_emulated("contexts", names, parsed, run, report_of)
+    return where_emulated(lambda: measure("contexts", names, parsed, run, report_of))
 
 
 def report_of(measured: dict[str, Any]) -> Report:

@@ -23,7 +23,7 @@ import transformers
 from torch import Tensor
 
 import tree_attention.hf.attention as attention_module
-from benchmarks.harness.places import link_sentences, milliseconds, report_of_places
+from benchmarks.harness.places import link_sentences, measure, milliseconds, report_of_places
 from benchmarks.harness.ranks import Ranks, run_rank
 from benchmarks.harness.report import Column, Report, columns_of
 from benchmarks.llama import fill, make_model
@@ -34,7 +34,7 @@ from tree_attention.hf import TreeCache
 from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.masks import KeyRanges
 
-from .configuration import configurations, emulated_parser, measure_emulated, run
+from .configuration import configurations, emulated_parser, run, where_emulated
 from .probe import spread
 from .tables import spread_of
 from .wiring import LINKS
@@ -108,7 +108,9 @@ def main(arguments: list[str]) -> int:
         rows = rows_of(link, world_size, part.pop("results"))
         return {"rows": rows, "layers": parsed.layers, **part}
 
-    return measure_emulated("generation", names, parsed, run_model, report_of, width=140)
+    return where_emulated(
+        lambda: measure("generation", names, parsed, run_model, report_of, width=140)
+    )
 
 
 def report_of(measured: dict[str, Any]) -> Report:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .options import AttentionOptions
     from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
-    # Of the exchange, which has a folder of the same name.
+    # Written out, as type checkers take `exchange.strategies` for the folder of that name.
     def strategies() -> tuple[str, ...]: ...
 
 
@@ -41,7 +41,7 @@ __all__ = [
     "tree_decode",
 ]
 
-# Those that have the names above, each importing only what stands before it.
+# The modules that define the names above. Each imports only modules that stand before it here.
 _WITH_NAMES = ("sharding", "options", "ops", "exchange", "decode", "baselines")
 _OTHERS = ("hf", "patterns", "positions", "reference")
 

@@ -203,7 +203,7 @@ class _Facts(NamedTuple):
         return _Facts(shapes, [first, block, stride], num_workers, num_threads)
 
     def lay_out(self, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, list[int], int, int]]:
-        """Of each tensor its name, its shape, and where its bytes begin and end in a buffer."""
+        """Yields each tensor's name and shape, and where its bytes begin and end in a buffer."""
         begin = 0
         for name, shape in self.shapes.items():
             end = begin + math.prod(shape) * dtypes[name].itemsize
@@ -369,7 +369,7 @@ class _PassQ:
         return self.state.buffer(f"{name} of pass-Q", num_bytes)
 
     def index(self, hop: int) -> int:
-        """Of the part that this rank has in a hop."""
+        """The index of the part of the queries that this rank has in a hop."""
         return (self.link.rank - hop) % self.link.world_size
 
     def packet(self, hop: int) -> _Packet:

@@ -45,7 +45,7 @@ class Stamper {
     if (threadIdx.x == 0) stamps_.places[place] = now;
   }
 
-  // Of the block's output with this number.
+  // Stamps a place of the `number`th output of this block.
   __device__ void stamp(int number, PlaceOfOutput place) const {
     if (number < kStampedOutputs) stamp(kFirstOutput + number * kPlacesOfOutput + place);
   }
