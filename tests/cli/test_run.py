@@ -56,6 +56,8 @@ elif what == "words":
     sys.exit("no room for 3 keys")
 elif what == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+elif what == "of no name":
+    os.kill(os.getpid(), 40)
 elif what == "recorded":
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -144,6 +146,7 @@ def test_a_module(program: Path, tmp_path: Path) -> None:
         ("of several lines", 1, "rank 1 of 2: ValueError: no such sky"),
         ("exit", 3, "rank 1 of 2 ended with exit status 3"),
         ("words", 1, "rank 1 of 2: no room for 3 keys"),
+        ("of no name", 168, "rank 1 of 2 was ended by signal 40"),
         ("killed", 137, "rank 1 of 2 was ended by SIGKILL, as the system does where memory runs"),
     ],
 )

@@ -331,6 +331,16 @@ def listen(port: int) -> int:
         raise UsageError(f"--listen {port}: {why(error)}; give another port") from error
     port = server.getsockname()[1]
     name, say = socket.gethostname(), plain_console().print
+
+    def serve(connection: socket.socket, other: str) -> None:
+        with connection:
+            try:
+                answer(connection)
+                say(f"{other} has its answers")
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                say(printable(f"{other} has gone, or is no doctor: {why(error)}"))
+        sys.stdout.flush()
+
     with server:
         there = f"{program()} doctor --peer {name}:{port}"
         say(printable(f"{name} listens at port {port}, until Ctrl-C. On another host: {there}"))
@@ -339,13 +349,10 @@ def listen(port: int) -> int:
             while True:
                 connection, place = server.accept()
                 other = place[0].removeprefix("::ffff:")
-                with connection:
-                    try:
-                        answer(connection)
-                        say(f"{other} has its answers")
-                    except (OSError, ValueError, KeyError, TypeError) as error:
-                        say(printable(f"{other} has gone, or is no doctor: {why(error)}"))
-                sys.stdout.flush()
+                # One that says nothing must not keep the others waiting.
+                threading.Thread(
+                    target=serve, args=(connection, other), name="doctor", daemon=True
+                ).start()
         except KeyboardInterrupt:
             return 0
 

@@ -241,6 +241,7 @@ def _tell(command: str, rank: Rank, num_ranks: int) -> None:
         is_of_torch = "is_traceback" not in details
         report(command, f"{named}: {said}" if is_of_torch else said)
     elif rank.process.returncode < 0:
+        number = f"signal {-rank.process.returncode}"  # some have no name
         with suppress(ValueError):
             number = signal.Signals(-rank.process.returncode).name
         memory = ", as the system does where memory runs out" * (number == "SIGKILL")

@@ -18,7 +18,7 @@ from .parts import Cut, Lazy, Range
 SCHEMES = ("int8", "int4")
 _GROUP = 128
 # Inputs of a group in a rank's part: the largest size that divides both ends of the part.
-# The last one is also the block in which numbers are packed (csrc/common/expert_params.h).
+# The last one is also the block in which numbers are packed (csrc/experts/params.h).
 _SIZES_OF_GROUPS = (128, 64)
 # Bytes of rows in float32 that are read at once; a few copies of them are made.
 _READ_BYTES = 1 << 20
