@@ -79,7 +79,7 @@ class DecodeCall:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of `o`."""
+        """The shape of the output `o`."""
         return (*self.q.shape[:3], self.v.shape[3])
 
     @property

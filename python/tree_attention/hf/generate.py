@@ -189,7 +189,7 @@ def prepare_cache(
     follows = generation_config.max_length > call.num_ids + 1
     if isinstance(mask, Tensor) and mask.dim() == 2 and follows:
         check_steps_after(mask, num_cached)
-    # Those of the prompt and all new tokens but the last, which is never fed.
+    # The slots of the prompt and of all new tokens but the last, which the model is never given.
     num_slots = num_left_out + num_prompt + generation_config.max_length - call.num_ids - 1
     num_slots += _num_more_candidates(model, generation_config)
     if max_length is not None and num_slots > max_length:
