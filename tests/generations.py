@@ -38,6 +38,11 @@ def generated(
     return output.sequences, logits, (best[..., 0] - best[..., 1]).min().item()
 
 
+def greedy(num_tokens: int) -> dict[str, Any]:
+    """Arguments of generate for so many tokens, each the best."""
+    return {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
+
+
 @contextmanager
 def nan_in_new_memory() -> Iterator[None]:
     """torch.empty is filled with NaN: slots of a cache that nothing was written to are not read."""
@@ -46,6 +51,13 @@ def nan_in_new_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def same_on_all_ranks(results: Sequence[Sequence[Tensor]]) -> None:
+    """Whether all ranks returned the same bits."""
+    first, *others = results
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def ways_to_read(layout: Any) -> Iterator[dict[str, Any]]:

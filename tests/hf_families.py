@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_refusal import Refusal
+from hf_refusal import Refusal, no_longer_refused
 
 VOCAB_SIZE = 97
 PAD, EOS = 0, 1
@@ -334,6 +334,18 @@ REFUSED: tuple[Refusal, ...] = (
         },
     ),
 )
+
+_LATER = no_longer_refused(REFUSED)
+# Those whose weights can be split.
+FAMILIES_TO_SPLIT: dict[str, Family] = {
+    name: x for name, x in (WORKING | HYBRIDS | _LATER).items() if x.exists
+}
+
+
+def sizes_of_tensor_groups(name: str, world_size: int) -> list[int]:
+    """Every tensor_parallel_size that divides the world and the heads that it divides."""
+    heads = {"GPT-BigCode": 1, **dict.fromkeys((*LATENT, *_LATER, "Kimi Linear"), 4)}.get(name, 2)
+    return [n for n in (1, 2, 4) if world_size % n == 0 and heads % n == 0]
 
 
 def make_model(family: Family) -> PreTrainedModel:

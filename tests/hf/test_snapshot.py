@@ -34,6 +34,7 @@ from tree_attention import (
 from tree_attention.hf.cache.growing import CROP_KEEPS
 from tree_attention.hf.options import KV_DTYPES
 from tree_attention.reference import quantise
+from window_caches import crop
 
 CONFIG = CONFIGS["llama"]
 LENGTH = 77
@@ -73,39 +74,6 @@ def test_any_world_and_layout_loads_what_any_other_saved(saved_by: int, tmp_path
         for world_size in (1, 2, 3, 5):
             for target in _layouts(world_size):
                 run_ranks(check_load, world_size, target, directory)
-
-
-def _generate(rank: int, world_size: int, name: str, directory: Path) -> list[list[int]]:
-    model = hf.enable(make_model(name))
-    prompts = make_prompts()
-    if directory.exists():
-        cache = hf.TreeCache.load(directory, model.config)
-    else:
-        cache = hf.TreeCache(model.config)
-        model.generate(**prompts, past_key_values=cache, max_new_tokens=1, do_sample=False)
-        cache.save(directory)
-    tokens = model.generate(**prompts, past_key_values=_shorter(cache), max_new_tokens=8)
-    return tokens.tolist()
-
-
-def _shorter(cache: hf.TreeCache) -> hf.TreeCache:
-    """The cache without its last token, as the prompt must have a new one."""
-    cache.layers[0].get_seq_length()
-    if CROP_KEEPS:
-        cache.crop(cache.get_seq_length() - 1)
-    else:
-        cache.crop(-1)
-    return cache
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek"])
-def test_a_loaded_prefix_goes_on_with_the_same_tokens(name: str, tmp_path: Path) -> None:
-    expected = make_model(name).generate(**make_prompts(), max_new_tokens=8).tolist()
-    for saved_by in (1, 3):
-        directory = tmp_path / str(saved_by)
-        for world_size in (saved_by, 2, 1):
-            for tokens in run_ranks(_generate, world_size, name, directory):
-                assert tokens == expected
 
 
 def test_a_model_in_half_precision_keeps_its_bits(tmp_path: Path) -> None:
@@ -168,12 +136,14 @@ def _survive(rank: int, world_size: int, directory: Path) -> list[list[int]]:
     cache.save(directory)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    crop(cache, 1)  # the prompt must have a new token
     with pytest.raises(ExchangeError):
-        model.generate(**prompts, past_key_values=_shorter(cache), max_new_tokens=8)
+        model.generate(**prompts, past_key_values=cache, max_new_tokens=8)
     survivors = dist.new_group([0, 2], use_local_synchronization=True)
     hf.enable(model, group=survivors, timeout=5)
     cache = hf.TreeCache.load(directory, model.config, survivors)
-    tokens = model.generate(**prompts, past_key_values=_shorter(cache), max_new_tokens=8)
+    crop(cache, 1)
+    tokens = model.generate(**prompts, past_key_values=cache, max_new_tokens=8)
     return tokens.tolist()
 
 
@@ -182,22 +152,6 @@ def test_survivors_of_a_lost_rank_go_on_with_the_same_tokens(tmp_path: Path) -> 
     results = run_ranks(_survive, 3, tmp_path, lost=[1])
     assert isinstance(results[1], Lost)
     assert results[0] == results[2] == expected
-
-
-def _go_on_split(rank: int, world_size: int, size: int, directory: Path, expected: Tensor) -> None:
-    model = hf.parallelize(split_models.make_model("llama"), tensor_parallel_size=size)
-    hf.enable(model)
-    prompts = split_models.make_prompts()
-    output = model.generate(**prompts, **SHORT, return_dict_in_generate=True)
-    own = directory / f"{rank % size}"  # context groups have different heads
-    output.past_key_values.save(own)
-    cache = hf.TreeCache.load(own, model.config, hf.mesh(model).context_group)
-    mask = prompts["attention_mask"]
-    new = mask.new_ones((mask.shape[0], SHORT["max_new_tokens"]))
-    tokens = model.generate(
-        output.sequences, attention_mask=torch.cat((mask, new), 1), past_key_values=cache, **SHORT
-    )
-    assert torch.equal(tokens, expected)
 
 
 def _swap_directories(rank: int, world_size: int, directory: Path) -> None:
@@ -245,18 +199,6 @@ def test_the_model_says_which_heads_a_communicator_of_the_user_holds(
 ) -> None:
     """A communicator over one rank does not know its group, and so not the rank's heads."""
     run_ranks(_save_with_a_communicator, world_size, tmp_path)
-
-
-SHORT = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-
-
-@pytest.mark.parametrize("world_size, size", [(2, 2), (2, 1), (4, 2)])
-def test_split_weights_with_a_directory_for_each_context_group(
-    world_size: int, size: int, tmp_path: Path
-) -> None:
-    model, twice = split_models.make_model("llama"), {"max_new_tokens": 8, "min_new_tokens": 8}
-    expected = model.generate(**split_models.make_prompts(), **SHORT | twice)
-    run_ranks(_go_on_split, world_size, size, tmp_path, expected)
 
 
 def _random_tokens() -> Tensor:

@@ -337,3 +337,16 @@ def test_a_chunk_beyond_the_layout(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="has no rank for slot 16; use ContiguousThenCyclic"):
         _logits_of_chunks(model, _ids(17), [17], layout)
     assert _logits_of_chunks(model, _ids(16), [16], layout).isfinite().all()
+
+
+def test_gathered_keys_begin_where_cuda_reads_them() -> None:
+    """Its kernels take keys and values at multiples of 16 bytes."""
+    rows, scales = torch.zeros(1, 3, 9, 16, dtype=torch.int8), torch.zeros(1, 3, 9)
+    buffers = {"k_scale": scales, "v_scale": scales, "keys": rows, "values": rows}
+    for count in (1, 5):
+        num_bytes = sum(split_attention._num_bytes(x, count) for x in buffers.values())
+        views = split_attention._views(torch.zeros(num_bytes, dtype=torch.uint8), buffers, count)
+        assert all(x.data_ptr() % 16 == 0 for x in views.values())
+        for number, x in enumerate(views.values()):
+            x.fill_(number)
+        assert [x.double().mean() for x in views.values()] == [0, 1, 2, 3]

@@ -347,3 +347,23 @@ def test_a_mask_of_a_longer_window_is_refused() -> None:
         NotImplementedError, match=r"keeps the keys of a sliding window of 7, .* the window 8"
     ):
         model(make_prompts(1)["input_ids"], past_key_values=hf.TreeCache(shorter))
+
+
+@torch.no_grad()
+def _split_and_taken_back(rank: int, world_size: int, wanted: torch.Tensor) -> None:
+    model = hf.enable(make_model("mistral_window"), prefill="split")
+    ids = make_prompts(batch=1, length=60)["input_ids"]
+    kept = hf.TreeCache(model.config)
+    for part in (ids[:, :30], ids[:, 30:]):
+        model(part, past_key_values=kept, logits_to_keep=1)
+    kept.crop(-45)
+    found = model(ids[:, 15:40], past_key_values=kept, logits_to_keep=1).logits
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3)
+
+
+@torch.no_grad()
+def test_short_passes_that_are_split_can_be_taken_back() -> None:
+    """All of them, as long as the layers would have kept their slots if nobody had split them."""
+    ids = make_prompts(batch=1, length=60)["input_ids"]
+    wanted = make_model("mistral_window")(ids[:, :40], logits_to_keep=1).logits
+    run_ranks(_split_and_taken_back, 2, wanted)

@@ -20,9 +20,8 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
-from generations import generated, left_padded
-from hf_families import VOCAB_SIZE, WORKING, make_model
-from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
+from generations import generated, greedy, left_padded, same_on_all_ranks
+from hf_families import VOCAB_SIZE, WORKING, make_model, sizes_of_tensor_groups
 from tree_attention import ExchangeError, hf
 from tree_attention.weights import load as loading
 from tree_attention.weights.checkpoint.formats import Fp8Blocks, Mxfp4
@@ -115,14 +114,14 @@ def _prompts() -> dict[str, Tensor]:
 def _generate(rank: int, world_size: int, path: Path, name: str) -> list[Tensor]:
     return [
         x
-        for size in sizes_of(name, world_size)
+        for size in sizes_of_tensor_groups(name, world_size)
         for weights in (None, "int8")
         for x in generated(
             hf.from_pretrained(
                 path, tensor_parallel_size=size, dtype=torch.float32, weights=weights
             ),
             _prompts(),
-            **GREEDY,
+            **greedy(6),
         )[:2]
     ]
 
@@ -132,17 +131,17 @@ def test_split_weights_equal_whole_ones(name: str, tmp_path: Path) -> None:
     """Read by slices on two ranks, and quantised anew, they say what one rank says."""
     PUBLISHED[name](tmp_path)
     ranks = run_ranks(_generate, 2, tmp_path, name, timeout=120.0)
-    _same_on_all_ranks(ranks)
+    same_on_all_ranks(ranks)
     found = iter(ranks[0])
     wanted = {
         weights: generated(
             hf.from_pretrained(tmp_path, dtype=torch.float32, weights=weights),
             _prompts(),
-            **GREEDY,
+            **greedy(6),
         )
         for weights in (None, "int8")
     }
-    for _ in sizes_of(name, 2):
+    for _ in sizes_of_tensor_groups(name, 2):
         for tokens, logits, margin in wanted.values():
             assert torch.equal(next(found), tokens)
             assert (next(found) - logits).abs().max().item() < margin / 5

@@ -21,10 +21,9 @@ from tiers import tiers
 
 pytest.importorskip("transformers")
 
-from generations import generated, left_padded
-from hf_families import HYBRIDS, VOCAB_SIZE, WORKING, make_model
+from generations import generated, greedy, left_padded, same_on_all_ranks
+from hf_families import HYBRIDS, VOCAB_SIZE, WORKING, make_model, sizes_of_tensor_groups
 from quantised_numbers import DTYPES, TOLERANCE, numbers_of
-from test_split_families import GREEDY, _same_on_all_ranks, sizes_of
 from tree_attention import hf
 from tree_attention.weights.parts import Cut, OfFile
 from tree_attention.weights.quantised import SCHEMES, Matrix, QuantisedLinear, product
@@ -93,9 +92,9 @@ def _prompts() -> dict[str, Tensor]:
 def _tokens(rank: int, world_size: int, path: Path, scheme: str) -> list[tuple[Tensor, Tensor]]:
     found = []
     for name in FAMILIES:
-        for size in sizes_of(name, world_size):
+        for size in sizes_of_tensor_groups(name, world_size):
             model = hf.from_pretrained(path / name, tensor_parallel_size=size, weights=scheme)
-            found.append(generated(model, _prompts(), **GREEDY)[:2])
+            found.append(generated(model, _prompts(), **greedy(6))[:2])
     return found
 
 
@@ -108,14 +107,14 @@ def test_tokens_equal_those_of_one_process(scheme: str, world_size: int, tmp_pat
     for name, family in FAMILIES.items():
         make_model(family).save_pretrained(tmp_path / name)
     ranks = run_ranks(_tokens, world_size, tmp_path, scheme, timeout=180.0)
-    _same_on_all_ranks([[logits for _, logits in found] for found in ranks])
+    same_on_all_ranks([[logits for _, logits in found] for found in ranks])
     found = iter(ranks[0])
     for name in FAMILIES:
         model = hf.from_pretrained(tmp_path / name, weights=scheme)
-        tokens, logits, margin = generated(model, _prompts(), **GREEDY)
-        plain = generated(make_model(FAMILIES[name]), _prompts(), **GREEDY)[1]
+        tokens, logits, margin = generated(model, _prompts(), **greedy(6))
+        plain = generated(make_model(FAMILIES[name]), _prompts(), **greedy(6))[1]
         assert not torch.allclose(logits[0], plain[0], atol=1e-3), f"{name} is not quantised"
-        for size in sizes_of(name, world_size):
+        for size in sizes_of_tensor_groups(name, world_size):
             split_tokens, split_logits = next(found)
             error = (split_logits - logits).abs().max().item()
             assert error < margin / 5, f"{name}, {size}: {error}, the best two by {margin}"
@@ -161,10 +160,10 @@ def test_a_compiled_forward(tmp_path: Path) -> None:
         make_model(FAMILIES[name]).save_pretrained(tmp_path / name)
         for scheme in (None, *SCHEMES):
             model = hf.from_pretrained(tmp_path / name, weights=scheme, max_length=64)
-            expected = generated(model, _prompts(), **GREEDY)
+            expected = generated(model, _prompts(), **greedy(6))
             torch.compiler.reset()
             model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-            found = generated(model, _prompts(), **GREEDY)
+            found = generated(model, _prompts(), **greedy(6))
             assert torch.equal(found[0], expected[0])
             torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-3)
 

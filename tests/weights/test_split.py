@@ -12,7 +12,6 @@ import gc
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,119 +19,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
-from tiers import by_world, tiers
+from tiers import tiers
 
 pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, PhiConfig
 
 from split_models import (
-    FAMILIES,
     GREEDY,
     PROMPT_LENGTH,
     VOCAB_SIZE,
-    expected,
     make_model,
     make_prompts,
-    sizes_of_tensor_groups,
 )
-from tree_attention import BlockCyclic, hf
+from tree_attention import hf
 
-worlds = by_world([2], [1, 3, 4])
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 SEED = 5
 
-Expected = dict[bool, tuple[Tensor, Tensor, float]]
-
-
-def _load(path: str, world_size: int, tensor_parallel_size: int, **options: Any) -> Any:
-    # Blocks of 4 slots give every rank some of a prompt, and shares that are uneven.
-    return hf.from_pretrained(
-        path,
-        tensor_parallel_size=tensor_parallel_size,
-        layout=BlockCyclic(world_size // tensor_parallel_size, 4),
-        **options,
-    )
-
-
-def _greedy(rank: int, world_size: int, path: str, wanted: Expected) -> list[list[Tensor]]:
-    """The logits of every way to split; tokens and logits are compared here."""
-    all_logits = []
-    for size in sizes_of_tensor_groups(world_size):
-        model = _load(path, world_size, size)
-        assert not model.training
-        for padded, chunk in ((True, 16), (False, None)):
-            tokens, logits, margin = wanted[padded]
-            output = model.generate(
-                **make_prompts(padded), **GREEDY, **LOGITS, prefill_chunk_size=chunk
-            )
-            assert torch.equal(output.sequences, tokens), (size, padded)
-            found = torch.stack(output.logits)
-            error = (found - logits).abs().max().item()
-            # Far less than what would change a token: none was equal by chance.
-            assert error < margin / 5, f"logits differ by {error}, the best two by {margin}"
-            all_logits.append(found)
-    return all_logits
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@worlds
-def test_tokens_equal_those_of_transformers(name: str, world_size: int, tmp_path: Path) -> None:
-    """From a checkpoint: every way to split, padded prompts in chunks and others as a whole."""
-    make_model(name).save_pretrained(tmp_path)
-    wanted = {padded: expected(name, padded) for padded in (True, False)}
-    first, *others = run_ranks(_greedy, world_size, str(tmp_path), wanted)
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "sampling": GREEDY | {"do_sample": True, "temperature": 0.9, "top_k": 50},
-    "beams": GREEDY | {"num_beams": 3},
-    "sampled_beams": GREEDY | {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
-    "without_cache": GREEDY | {"use_cache": False},
-}
 # (world size, tensor_parallel_size): context groups alone, tensor groups alone, and both.
 MESHES = pytest.mark.parametrize("world_size, size", tiers([(2, 2)], [(3, 1), (4, 2)]))
-
-
-def _plain_ways() -> dict[str, Tensor]:
-    tokens = {}
-    for way, arguments in WAYS.items():
-        torch.manual_seed(SEED)
-        tokens[way] = make_model("llama_tied").generate(**make_prompts(), **arguments)
-    return tokens
-
-
-def _ways(rank: int, world_size: int, size: int, wanted: dict[str, Tensor]) -> None:
-    whole = make_model("llama_tied")
-    model = hf.enable(hf.parallelize(copy.deepcopy(whole), tensor_parallel_size=size))
-    for way, tokens in wanted.items():
-        hf.seed_ranks(seed=SEED + rank)
-        assert torch.equal(model.generate(**make_prompts(), **WAYS[way]), tokens), way
-    prompt = make_prompts(padded=False)["input_ids"][:1]
-    tokens = whole.generate(prompt, **GREEDY)
-    assert torch.equal(model.generate(prompt, **GREEDY, prompt_lookup_num_tokens=3), tokens)
-    assistant = make_model("mistral")
-    assert torch.equal(model.generate(prompt, **GREEDY, assistant_model=assistant), tokens)
-    embeds = whole.get_input_embeddings()(prompt)
-    answer = tokens[:, PROMPT_LENGTH:]
-    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), answer)
-    # A second turn in a cache made by hand, and a third in a copy of it.
-    cache = hf.TreeCache(model.config, hf.mesh(model).context_group)
-    assert torch.equal(model.generate(prompt, **GREEDY, past_key_values=cache), tokens)
-    longer = torch.cat((tokens, prompt[:, :5]), dim=1)
-    more = whole.generate(longer, **GREEDY)
-    for turn in (copy.deepcopy(cache), cache):
-        assert torch.equal(model.generate(longer, **GREEDY, past_key_values=turn), more)
-    # A copy of the model goes on in the same groups.
-    assert torch.equal(copy.deepcopy(model).generate(prompt, **GREEDY), tokens)
-
-
-@pytest.mark.deep
-@MESHES
-def test_ways_to_generate(world_size: int, size: int) -> None:
-    run_ranks(_ways, world_size, size, _plain_ways())
 
 
 def _forward(rank: int, world_size: int, size: int) -> Tensor:
@@ -209,7 +115,7 @@ def _some_ranks(rank: int, world_size: int, wanted: Tensor) -> None:
 
 def test_groups_of_some_ranks() -> None:
     """The others take no part, and groups that are made afterwards are made."""
-    run_ranks(_some_ranks, 4, expected("llama")[0])
+    run_ranks(_some_ranks, 4, make_model("llama").generate(**make_prompts(), **GREEDY))
 
 
 @on_ranks(2)
