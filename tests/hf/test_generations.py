@@ -280,8 +280,10 @@ def _compare(found: Any, expected: Said, case: Case, options: Options) -> list[T
         return [found.sequences]
     logits = torch.stack(found.logits)
     error = (logits - expected.logits).abs().max().item()
-    # Far less than what would change a token: none is equal by chance.
-    assert error < expected.margin / 10, f"{case}, {options}: {error} of {expected.margin}"
+    # Far less than what would change a token: none is equal by chance. A sum in another order may
+    # be rounded to another of 8 bits.
+    bound = expected.margin / (5 if "8" in case.cache else 10)
+    assert error < bound, f"{case}, {options}: {error}, bound {bound}"
     return [logits]
 
 
