@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Whether elements of strided tensors meet is a question about sums of multiples of their strides,
-// a bounded Diophantine equation, as in numpy.shares_memory. at::assert_no_overlap passes every
-// pair of which one has gaps.
+// Views of one tensor are nested: a step along an axis is longer than all that lies below it. Two
+// of them meet in a place that at most two steps along each axis lead to, so that views of equal
+// outer strides, such as the keys and values of pages, are told apart exactly. What is not nested,
+// or of other strides and between each other, counts as overlapping. at::assert_no_overlap passes
+// every pair of which one has gaps.
 #include "args/memory_overlap.h"
 
 #include <c10/util/Exception.h>
@@ -10,117 +12,73 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <numeric>
 
 namespace tree_attention {
 namespace {
 
-// The search takes some dozens of steps for strides that are multiples of each other, as those of
-// views of one tensor are. Where it takes more than these, 0.1 ms, tensors count as overlapping.
-constexpr int kMaxSteps = 10000;
+// `count` times what lies below, which takes `extent` bytes, at every multiple of `step`.
+struct Axis {
+  int64_t step, count, extent;
 
-// 0, step, ..., (count - 1) * step
-struct Multiples {
-  int64_t step, count;
-  int64_t rest = 0;     // the largest sum of those after it
-  int64_t divisor = 0;  // of its step and of those after it
-
-  int64_t largest() const { return step * (count - 1); }
+  int64_t end() const { return step * (count - 1) + extent; }
 };
 
-using Terms = c10::SmallVector<Multiples, 16>;
-
-void sort_by_falling_step(Terms& terms) {
-  std::sort(terms.begin(), terms.end(),
-            [](const Multiples& a, const Multiples& b) { return a.step > b.step; });
-}
-
-// Whether a sum of one multiple of each term, all with steps above 0, is in [low, high].
-bool reaches(const Multiples* term, const Multiples* end, int64_t low, int64_t high, int& steps) {
-  if (high < 0) return false;
-  if (low <= 0) return true;
-  if (term == end || high / term->divisor * term->divisor < low) return false;
-  if (--steps < 0) return true;
-  const int64_t first = std::max<int64_t>(0, low - term->rest + term->step - 1) / term->step;
-  for (int64_t i = std::min(term->count - 1, high / term->step); i >= first; --i) {
-    if (reaches(term + 1, end, low - i * term->step, high - i * term->step, steps)) return true;
-  }
-  return false;
-}
-
-bool reaches(Terms& terms, int64_t low, int64_t high) {
-  sort_by_falling_step(terms);
-  int64_t rest = 0, divisor = 0;
-  for (auto term = terms.rbegin(); term != terms.rend(); ++term) {
-    term->rest = rest;
-    term->divisor = divisor = std::gcd(divisor, term->step);
-    rest += term->largest();
-  }
-  int steps = kMaxSteps;
-  return reaches(terms.begin(), terms.end(), low, high, steps);
-}
-
-Terms terms_of(const at::Tensor& tensor, int64_t stride_unit) {
-  Terms terms;
-  for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
-    if (tensor.size(axis) > 1) {
-      terms.push_back({tensor.stride(axis) * stride_unit, tensor.size(axis)});
+// By rising step. The first is of single bytes that follow one another; with `merge`, others that
+// go on where one ends are one with it, too.
+struct Axes {
+  explicit Axes(const at::Tensor& tensor, bool merge = false)
+      : axes{{1, tensor.element_size(), 1}} {
+    c10::SmallVector<Axis, 8> own;
+    for (int64_t axis = 0; axis < tensor.dim(); ++axis) {
+      const int64_t step = tensor.stride(axis) * tensor.element_size();
+      if (tensor.size(axis) < 2) continue;
+      repeats = repeats || step == 0;
+      if (step != 0) own.push_back({step, tensor.size(axis), 0});
+    }
+    std::sort(own.begin(), own.end(), [](const Axis& a, const Axis& b) { return a.step < b.step; });
+    for (const Axis& axis : own) {
+      Axis& below = axes.back();
+      is_nested = is_nested && axis.step >= below.end();
+      if ((merge || axes.size() == 1) && axis.step == below.step * below.count) {
+        below.count *= axis.count;
+      } else {
+        axes.push_back({axis.step, axis.count, below.end()});
+      }
     }
   }
-  sort_by_falling_step(terms);
-  return terms;
+
+  c10::SmallVector<Axis, 8> axes;
+  bool is_nested = true;
+  bool repeats = false;  // has several indices for each of its places
+};
+
+// Whether two ranges of bytes meet of which the second begins `distance` behind the first.
+bool meet(int64_t first, int64_t second, int64_t distance) {
+  return distance < first && -distance < second;
+}
+
+// Whether a byte of the first `a` axes of one is a byte of the first `b` axes of the other.
+bool overlap(const Axes& first, size_t a, const Axes& second, size_t b, int64_t distance) {
+  const Axis &x = first.axes[a - 1], &y = second.axes[b - 1];
+  if (!meet(x.end(), y.end(), distance)) return false;
+  if (a == 1 && b == 1) return true;
+  const int64_t step = std::max(x.step, y.step);
+  const bool takes_x = x.step == step, takes_y = y.step == step;
+  const int64_t below_x = takes_x ? x.extent : x.end(), below_y = takes_y ? y.extent : y.end();
+  if (below_x > step || below_y > step) return true;
+  // What lies below is at distances of `step`, and meets where they are below it.
+  const int64_t least = takes_x ? -(x.count - 1) : 0, most = takes_y ? y.count - 1 : 0;
+  const int64_t near = -distance / step;
+  for (int64_t i = std::max(least, near - 1); i <= std::min(most, near + 1); ++i) {
+    if (overlap(first, a - takes_x, second, b - takes_y, distance + i * step)) return true;
+  }
+  return false;
 }
 
 bool overlaps_itself(const at::Tensor& tensor) {
   if (tensor.numel() < 2 || tensor.is_non_overlapping_and_dense()) return false;
-  const Terms axes = terms_of(tensor, 1);
-  if (axes.back().step == 0) return true;
-  // Two indices of one place differ by some 1 <= d < count in a first axis, and by -count < d <
-  // count in those after it. Sums are counted from the least of the latter, -rest.
-  int64_t rest = 0;
-  Terms terms;
-  for (auto axis = axes.rbegin(); axis != axes.rend(); ++axis) {
-    if (axis->step <= rest) {
-      Terms differences = terms;
-      differences.push_back({axis->step, axis->count - 1});
-      if (reaches(differences, rest - axis->step, rest - axis->step)) return true;
-    }
-    rest += axis->largest();
-    terms.push_back({axis->step, 2 * axis->count - 1});
-  }
-  return false;
-}
-
-// Blocks of bytes, at every sum of multiples of steps above their size.
-struct Blocks {
-  explicit Blocks(const at::Tensor& tensor)
-      : terms(terms_of(tensor, tensor.element_size())), num_bytes(tensor.element_size()) {
-    for (; !terms.empty() && terms.back().step <= num_bytes; terms.pop_back()) {
-      num_bytes += terms.back().largest();
-    }
-  }
-
-  Terms terms;
-  int64_t num_bytes;
-};
-
-// Whether two tensors share bytes, of which the second begins `distance` bytes behind the first.
-bool overlap(const at::Tensor& first, const at::Tensor& second, int64_t distance) {
-  const Blocks a(first), b(second);
-  // The distance of two blocks is that of the tensors, plus a sum of b's terms less one of a's.
-  // The latter is counted from its largest, so that the steps of both are added.
-  Terms terms = b.terms;
-  for (const Multiples& term : a.terms) {
-    distance -= term.largest();
-    const auto same = std::find_if(terms.begin(), terms.end(),
-                                   [&](const Multiples& x) { return x.step == term.step; });
-    if (same == terms.end()) {
-      terms.push_back(term);
-    } else {
-      same->count += term.count - 1;
-    }
-  }
-  return reaches(terms, 1 - b.num_bytes - distance, a.num_bytes - 1 - distance);
+  const Axes own(tensor);
+  return own.repeats || !own.is_nested;
 }
 
 }  // namespace
@@ -141,8 +99,14 @@ ArgumentMemory::ArgumentMemory(const char* name, const std::optional<at::Tensor>
 }
 
 bool ArgumentMemory::overlaps(const ArgumentMemory& other) const {
-  return begin_ < other.end_ && other.begin_ < end_ &&
-         overlap(*tensor_, *other.tensor_, other.begin_ - begin_);
+  if (begin_ >= other.end_ || other.begin_ >= end_) return false;
+  for (const bool merge : {false, true}) {  // apart in one way is apart
+    const Axes own(*tensor_, merge), others(*other.tensor_, merge);
+    if (!own.is_nested || !others.is_nested) return true;
+    const int64_t distance = other.begin_ - begin_;
+    if (!overlap(own, own.axes.size(), others, others.axes.size(), distance)) return false;
+  }
+  return true;
 }
 
 void check_outputs(const char* op, std::initializer_list<ArgumentMemory> outputs,
@@ -150,16 +114,17 @@ void check_outputs(const char* op, std::initializer_list<ArgumentMemory> outputs
   for (const ArgumentMemory& output : outputs) {
     if (output.tensor_ == nullptr) continue;
     const at::Tensor& tensor = *output.tensor_;
-    TORCH_CHECK(!overlaps_itself(tensor), op, ": ", output.name_,
-                " must not have two elements at one place in memory, got shape ", tensor.sizes(),
-                " with strides ", tensor.strides(), "; give it memory of its own, as ",
-                output.name_, ".clone() has");
+    TORCH_CHECK(
+        !overlaps_itself(tensor), op, ": ", output.name_,
+        " must not have two elements at one place in memory, or axes that interleave, got shape ",
+        tensor.sizes(), " with strides ", tensor.strides(), "; give it memory of its own, as ",
+        output.name_, ".clone() has");
     const auto check = [&](const ArgumentMemory& other) {
       TORCH_CHECK(!output.overlaps(other), op, ": ", output.name_, " must not share memory with ",
-                  other.name_, ", got strides ", tensor.strides(), " and ",
-                  other.tensor_->strides(), " that begin ", std::abs(other.begin_ - output.begin_),
-                  " bytes apart; give ", output.name_, " memory of its own, as ", output.name_,
-                  ".clone() has");
+                  other.name_, ", or lie between its bytes with other strides, got strides ",
+                  tensor.strides(), " and ", other.tensor_->strides(), " that begin ",
+                  std::abs(other.begin_ - output.begin_), " bytes apart; give ", output.name_,
+                  " memory of its own, as ", output.name_, ".clone() has");
     };
     for (const ArgumentMemory& input : inputs) check(input);
     for (const ArgumentMemory* other = outputs.begin(); other != &output; ++other) check(*other);
