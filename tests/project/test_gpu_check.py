@@ -4,6 +4,7 @@
 import ast
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -81,6 +82,50 @@ def test_a_call_and_the_one_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "cuda.stamps" in calls and "decode.py" not in calls and "8_bit_keys" not in calls
 
 
+def test_the_time_of_a_call_ends_it(tmp_path: Path) -> None:
+    """Where there is no GPU, and no time for what needs none."""
+    environment = os.environ | {"PATH": "/usr/bin:/bin", "CALL_SECONDS": "10"}
+    command = [sys.executable, ROOT / "scripts/gpu_check.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    results = {x["result"] for x in json.loads((tmp_path / "check.json").read_text())["stages"]}
+    assert done.returncode == 1 and "passed" not in results
+    assert {"not run: no time is left", "not run: needs a GPU"} <= results
+
+
+def gpu_tests_by_file() -> dict[str, list[ast.FunctionDef]]:
+    """The tests of each file that a fixture runs on a GPU, where there is one."""
+    found: dict[str, list[ast.FunctionDef]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for f in ast.parse(path.read_text()).body:
+            if isinstance(f, ast.FunctionDef) and GPU_FIXTURES & {a.arg for a in f.args.args}:
+                found.setdefault(str(path.relative_to(ROOT)), []).append(f)
+    return found
+
+
+def test_no_file_is_first_run_on_a_gpu() -> None:
+    """A test of each also runs with emulated kernels, but where what it runs is compiled for the
+    GPU, or asks the profiler."""
+    only_there = {
+        file
+        for file, tests in gpu_tests_by_file().items()
+        if all(
+            any(ast.unparse(x).startswith("pytest.mark.gpu(") for x in f.decorator_list)
+            for f in tests
+            if f.name.startswith("test_")
+        )
+    }
+    assert only_there == {"tests/cuda/test_cuda_ptx.py", "tests/cuda/test_cuda_ranges.py"}
+
+
+def test_peers_are_in_every_program_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEERS", "one.so two.so")
+    stages = runpy.run_path(str(ROOT / "scripts/gpu_stages.py"))["STAGES"]
+    with_peers = {
+        x.name for step in stages for x in step if "--peers one.so two.so" in " ".join(x.command)
+    }
+    assert with_peers == {"peers", "benchmark", "all_rows", "lost_device"}
+
+
 def test_every_file_of_gpu_tests_is_in_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the gate's, what was mended's and those of graphs, which several stages share."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
@@ -90,13 +135,8 @@ def test_every_file_of_gpu_tests_is_in_a_stage(monkeypatch: pytest.MonkeyPatch) 
     stages = [stage for step in STAGES for stage in step if stage.name not in ("gate", "mended")]
     run = Counter(x for stage in stages for x in stage.command if x.startswith("tests/"))
     run["tests/cuda/test_cuda_graphs.py"] -= 2
-    files = [
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for f in ast.parse(path.read_text()).body
-        if isinstance(f, ast.FunctionDef) and GPU_FIXTURES & {a.arg for a in f.args.args}
-    ]
-    assert run == dict.fromkeys({*files} - {"tests/project/test_packaging.py"}, 1)
+    files = gpu_tests_by_file().keys() - {"tests/project/test_packaging.py"}  # without a GPU
+    assert run == dict.fromkeys(files, 1)
 
 
 KERNELS = """
