@@ -1,23 +1,21 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# Sets up .venv and runs two processes that each hold half of a key/value cache. The first program
-# shows that they are right: they find a number hidden in a prompt of 8,000 tokens, and their tokens
-# are those of plain HuggingFace. The second one shows what they are for: it times a decoding step
-# after 131,072 keys beside HuggingFace's caches, and a tree beside a ring. It needs 8 GB of memory.
+# Sets up .venv and runs two processes that each hold half of a key/value cache. In the first program
+# they find a number hidden in a prompt of 8,000 tokens, with the tokens of plain HuggingFace. In the
+# second one each process may take so little memory that one alone has no room for 131,072 keys, and
+# a token is timed on one host of one thread and on two. It needs 8 GB of memory.
 source "$(dirname "$0")/setup"
 
-# Each rank takes its share of the cores whatever this says, but torchrun warns where it is unset.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # transformers imports torchao where it is installed, whose enums make torch's pytree warn of a call
 # that a later torch will refuse: lines of every process that are not about this program.
 export TORCH_LOGS=${TORCH_LOGS:--torch.utils._pytree}
-two_processes() {
-  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 "$@"
-}
 
 say "Two processes, each with half of the cache, find a number hidden in a long prompt"
-two_processes examples/passkey-llama/ask.py --tokens 8000
+"$PYTHON" -m tree_attention run -n 2 examples/passkey-llama/ask.py --tokens 8000
 
-say "One decoding step at a long context"
-two_processes examples/long_context.py
+say "A context for which one process has no room, and the time of its next token"
+"$PYTHON" -m tree_attention run -n 2 examples/long_context.py
+
+say "Next: a model of yours, from a directory as \`hf download NAME --local-dir DIR\` makes it"
+echo ".venv/bin/python -m tree_attention generate --ranks 2 --model DIR --prompt 'Once upon a time'"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""scripts/demo.sh prints nothing that is not its own."""
+"""scripts/demo.sh prints nothing that is not its own, and ends with a command that runs."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -30,3 +31,11 @@ def test_warnings_of_torchao_are_not_shown():
     if not shown[0]:
         pytest.skip("this release of torchao warns of nothing")
     assert shown[1] == ""
+
+
+def test_its_last_line_is_a_command():
+    """Which is refused for its model alone."""
+    (line,) = re.findall(r'^echo "\.venv/bin/python (.*)"$', DEMO, re.MULTILINE)
+    words = [word.replace("DIR", "no/such/directory") for word in shlex.split(line)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "no/such/directory" in done.stderr, done.stderr
