@@ -169,7 +169,7 @@ TABLE: dict[str, Row] = {
     "prompts, kept": Row([["llama"]], _in_any_layout, (3,), (1, 2, 4), ("kept",)),
     "weights": Row(_by(1, UNEVEN), _split_checkpoints, (2,), (1, 3, 4), ("chunks", "even")),
     "weights, families": Row([QUICK], _split_weights, (2,), (1,)),
-    "weights, all families": Row(_by(9, SPLIT_WEIGHTS), _split_weights, deep=(2, 3, 4)),
+    "weights, all families": Row(_by(9, SPLIT_WEIGHTS), _split_weights, deep=(3, 4)),
     "checkpoints": Row([[x for x in QUICK if x in PUBLISHED]], _most_tensor_ranks, (2,)),
     "all checkpoints": Row(_by(9, PUBLISHED), _most_tensor_ranks, deep=(2,)),
     "weights, operations": Row(
