@@ -126,8 +126,8 @@ def ulps(lse: Tensor, truth: Tensor) -> float:
 def table(results: list[Result]) -> str:
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     lines = [
-        "| scores | keys | " + " | ".join(f"{name}: plain | ours" for name in names)
-        + " | lse, ulps: plain | ours |",
+        "| scores | keys | " + " | ".join(f"{name}: plain | tree_attention" for name in names)
+        + " | lse, ulps: plain | tree_attention |",
         "| --- | ---: |" + " ---: |" * (2 * len(names) + 2),
     ]  # fmt: skip
     for scores in SCORES:

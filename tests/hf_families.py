@@ -321,7 +321,7 @@ REFUSED: tuple[Refusal, ...] = (
         },
     ),
     Refusal(
-        "there is an encoder for text, images or sound beside the decoder",
+        "there is an encoder for text, images or sound in addition to the decoder",
         _TEXT_ALONE,
         {
             "BART": _eager("BartConfig", auto="AutoModelForSeq2SeqLM"),

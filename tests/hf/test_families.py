@@ -191,7 +191,7 @@ def _weights(model: PreTrainedModel) -> list[str]:
     has = {
         "packed projections": any(_PACKED & {*x.projections} for x in heads),
         "norms over all heads": any(x.norms for x in heads),
-        "gates or norms behind it": any(x.own_columns for x in heads),
+        "gates or norms after it": any(x.own_columns for x in heads),
         "sinks": any("sinks" in x.cuts for x in heads),
     }
     divided = {"query heads": "query heads", "heads of keys and values": "key heads"}[found[2]]
