@@ -17,7 +17,7 @@ from tree_attention.vllm import watch
 from tree_attention.vllm.hosts import Meeting, while_answered
 from tree_attention.vllm.watch import LOST_STATUS, Watch
 
-PAGE = (Path(__file__).parents[2] / "docs/vllm.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/troubleshooting.md").read_text()
 
 
 class StoreOfAHost:

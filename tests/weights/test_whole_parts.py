@@ -23,7 +23,7 @@ from hf_refusal import no_longer_refused
 from tree_attention import hf
 
 FAMILIES = WORKING | HYBRIDS | no_longer_refused(REFUSED)
-PAGE = " ".join((Path(__file__).parents[2] / "docs/big_models.md").read_text().split())
+PAGE = " ".join((Path(__file__).parents[2] / "docs/troubleshooting.md").read_text().split())
 # What is most of that which is not cut; None where this is norms and routers alone.
 WHOLE = {
     "Granite 4": "model.layers.*.mamba.in_proj, model.layers.*.mamba.out_proj",
