@@ -17,7 +17,11 @@ def test_page_has_the_options_of_the_parsers() -> None:
     for command in COMMANDS:
         assert f"\n## {command}\n" in page
         for action in PROGRAM["parser_of"](command)._actions:
-            assert all(f"`{name}`" in page for name in action.option_strings if name != "-h" and name != "--help")
+            assert all(
+                f"`{name}`" in page
+                for name in action.option_strings
+                if name not in ("-h", "--help")
+            )
 
 
 def test_variables_of_the_sources_are_on_the_page() -> None:
@@ -26,6 +30,8 @@ def test_variables_of_the_sources_are_on_the_page() -> None:
     sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
     text = "\n".join(source.read_text() for source in sources)
     ours = {"TREE_ATTENTION_VLLM", "TREE_ATTENTION_COSTS", "TREE_ATTENTION_NODE"}
-    ours |= {*re.findall(r"(?:getenv|environ\.get)\(\"(TREE_ATTENTION_[A-Z_]+)\"", text)}
+    ours |= {*re.findall(r"(?:getenv|environ\.get|check_env)\(\"(TREE_ATTENTION_[A-Z_]+)\"", text)}
     assert "TREE_ATTENTION_CHECK_PAGES" in ours and ours <= named
-    assert {x for x in named if x.startswith("TREE_ATTENTION_")} <= {*re.findall(r"\bTREE_ATTENTION_[A-Z_]+", text)}
+    assert {x for x in named if x.startswith("TREE_ATTENTION_")} <= {
+        *re.findall(r"\bTREE_ATTENTION_[A-Z_]+", text)
+    }

@@ -36,6 +36,7 @@ def prose(text: str) -> str:
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match[0])
 
+    text = re.sub(r"<!-- written by .*?<!-- end -->", blank, text, flags=re.DOTALL)
     text = re.sub(r"^```.*?^```", blank, text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`]*`|\]\([^)]*\)", blank, text)
 
