@@ -13,6 +13,7 @@ from unittest import mock
 from tree_attention.__main__ import COMMANDS
 
 PAGE = Path(__file__).parents[1] / "docs/command_line.md"
+DEFAULT = r" \(default: ([^)]*)\)"  # in the help of an option
 BEGIN, END = "<!-- written by scripts/command_line.py -->\n", "<!-- end -->\n"
 
 
@@ -46,14 +47,14 @@ def cell(text: str) -> str:
 def row(action: argparse.Action) -> str:
     names = ", ".join(f"`{x}`" for x in action.option_strings) or f"`{action.metavar}`"
     if action.choices is not None:
-        values = " or ".join(f"`{x}`" for x in action.choices)
+        values = ", ".join(f"`{x}`" for x in action.choices)
     elif action.nargs == 0 or not action.option_strings:
         values = ""
     else:
         values = f"`{cell(str(action.metavar or action.dest.upper()))}`"
-    is_shown = action.default not in (None, False, argparse.SUPPRESS) and action.option_strings
-    default = "required" if action.required else f"`{action.default}`" if is_shown else ""
-    return f"| {names} | {values} | {default} | {cell(action.help or '')} |"
+    meaning, default = re.sub(DEFAULT, "", action.help or ""), re.search(DEFAULT, action.help or "")
+    shown = "required" if action.required else cell(default[1]) if default else ""
+    return f"| {names} | {values} | {shown} | {cell(meaning)} |"
 
 
 def section(command: str) -> str:

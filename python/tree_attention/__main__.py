@@ -19,13 +19,13 @@ except ModuleNotFoundError as error:
     sys.exit(f"tree_attention: {error}. Every command needs: pip install numpy rich")
 
 COMMANDS = {
-    "info": "versions, backends and what is unavailable",
-    "verify": "check the operators, the ranks and HuggingFace on this machine",
-    "generate": "stream text from a checkpoint, its cache sharded over ranks",
+    "info": "print versions, backends and what is unavailable",
+    "verify": "check the operators, the ranks and HuggingFace's tokens",
+    "generate": "stream text from a model whose cache is split over ranks",
     "run": "run a program on several ranks of this machine",
-    "doctor": "look at this host, and at the way to another, before a job of both",
-    "calibrate": "measure what exchanges cost between ranks",
-    "plan": "memory and times of a model on several ranks, by arithmetic",
+    "doctor": "check this host, and the way to another one, before a job on both",
+    "calibrate": "time the exchanges between ranks, for strategy='auto'",
+    "plan": "estimate memory and times of a model on several ranks",
 }
 
 
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=program(),
         description="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
-        epilog=f"{program()} COMMAND --help has a command's arguments and an example.",
+        epilog=f"{program()} COMMAND --help lists a command's options and ends with examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)

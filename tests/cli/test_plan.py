@@ -14,7 +14,7 @@ from tree_attention.exchange.auto.choose import CostTable, Measured
 from tree_attention.planning.arithmetic import ALL_FORMS
 
 MODEL = ("plan", "--model", "llama-3.1-8b")
-ARGUMENTS = (*MODEL, "--context", "128k", "--ranks", "8", "--gpu", "h200")
+ARGUMENTS = (*MODEL, "--context", "128k", "--ranks", "8", "--machine", "h200")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

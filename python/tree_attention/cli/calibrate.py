@@ -35,11 +35,27 @@ def main(arguments: list[str]) -> int:
         "Strategy 'auto' takes the fastest by that table in jobs of the same ranks and nodes, if "
         f"every rank has {COSTS_VARIABLE}=FILE in its environment.",
         "run -n 2 -m tree_attention calibrate --out costs.json",
+        "run -n 4 -m tree_attention calibrate --seconds 0.2 --out quick.json",
     )
-    parser.add_argument("--out", type=Path, default=Path("exchange_costs.json"), metavar="FILE")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: over NCCL")
     parser.add_argument(
-        "--seconds", type=float, default=1.0, help="for each strategy and size (default 1)"
+        "--out",
+        type=Path,
+        default=Path("exchange_costs.json"),
+        metavar="FILE",
+        help="File to write the table to (default: exchange_costs.json).",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="Device of the exchanged tensors; cuda exchanges over NCCL (default: cpu).",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="Seconds to measure each strategy with each size (default: 1).",
     )
     add_timeout(parser)
     parsed = parser.parse_args(arguments)

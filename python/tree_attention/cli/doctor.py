@@ -65,9 +65,9 @@ class Unreachable(Exception):
 def main(arguments: list[str]) -> int:
     parser = argument_parser(
         "doctor",
-        "Looks at this host, and with --peer at the way to another one, on which doctor --listen "
-        "runs: name, device, ports in both directions, versions, clock, limits. Each step takes "
-        "seconds at most. Exit status 1 if something is in the way of a job.",
+        "Checks this host, and with --peer the way to another host, on which doctor --listen "
+        "runs: names, network device, ports in both directions, versions, clocks and limits. Each "
+        "check takes seconds at most. The exit status is 1 if something is in the way of a job.",
         "doctor --listen            (on host0)",
         "doctor --peer host0        (on each of the others)",
     )
@@ -75,7 +75,8 @@ def main(arguments: list[str]) -> int:
     side.add_argument(
         "--peer",
         metavar="HOST[:PORT]",
-        help=f"another host, and the port at which it listens (default {PORT})",
+        help="Another host, and the port at which its `doctor --listen` answers "
+        f"(default: {PORT}).",
     )
     side.add_argument(
         "--listen",
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> int:
         nargs="?",
         const=PORT,
         metavar="PORT",
-        help=f"answer the other hosts at a port (default {PORT}), until Ctrl-C",
+        help=f"Answer the other hosts at this port until Ctrl-C (default: {PORT}).",
     )
     parsed = parser.parse_args(arguments)
     if parsed.listen is not None:

@@ -39,24 +39,33 @@ if TYPE_CHECKING:
 
 # Options that also take "auto", which is the default.
 _CHOICES = {
-    "device": (("cpu", "cuda"), "auto takes CUDA where every process of this machine has a GPU"),
-    "dtype": (("float32", "bfloat16", "float16"), "of the weights; auto takes the checkpoint's"),
+    "device": (
+        ("cpu", "cuda"),
+        "Device of the model. auto takes CUDA if every process of this machine has a GPU",
+    ),
+    "dtype": (
+        ("float32", "bfloat16", "float16"),
+        "Dtype of the weights and of the arithmetic. auto takes the checkpoint's",
+    ),
     "kv-dtype": (
         ("int8", "fp8"),
-        "of the cache; auto takes --dtype's, the others 8 bits and a scale for each token and head",
+        "Dtype of the key/value cache. auto takes that of --dtype; the others keep 8 bits, and a "
+        "scale for each token and head",
     ),
     "weight-dtype": (
         tuple(name for name in WEIGHT_DTYPES if name != "bf16"),
-        "of linear layers and experts, quantised while they are read; auto takes --dtype's",
+        "Dtype of the weights of linear layers and experts, which are quantised while they are "
+        "read. auto takes that of --dtype",
     ),
     "weights": (
         ("split", "replicated"),
-        "auto splits them over the processes if the model can be split",
+        "Whether each process keeps a part of the weights (split) or all of them (replicated). "
+        "auto splits them if the model can be split",
     ),
     "prefill": (
         ("split", "replicated"),
-        "with replicated weights: split deals the prompt's tokens to the processes, auto does so "
-        "with long ones",
+        "With replicated weights, whether each process reads a part of the prompt (split) or all "
+        "of it (replicated). auto splits long prompts",
     ),
 }
 
@@ -78,80 +87,108 @@ def main(arguments: list[str]) -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argument_parser(
         "generate",
-        "Prints the text that a checkpoint generates, and on stderr what it took. With several "
-        "ranks every process keeps its share of the key/value cache, and of the weights if they "
-        "are split.",
+        "Prints the text that a checkpoint generates, and its times and memory on stderr. With "
+        "several ranks every process keeps its share of the key/value cache, and of the weights "
+        "if they are split.",
         'generate --model DIR --prompt "The sky is"',
         "generate --model DIR --prompt-file question.txt --chat --ranks 2 > answer.txt",
     )
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help=A_CHECKPOINT)
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help=f"Model to run: a {A_CHECKPOINT}."
+    )
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
+    prompt.add_argument("--prompt", metavar="TEXT", help="Text that the model goes on from.")
+    prompt.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help="File with the text that the model goes on from, in UTF-8.",
+    )
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="the prompt is a user's message: put it into the tokenizer's chat template",
+        help="Put the prompt as a user's message into the tokenizer's chat template; for models "
+        "that are trained on chats.",
     )
     parser.add_argument(
-        "--max-new-tokens", type=int, default=64, help="tokens to generate (default 64)"
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="Largest number of tokens to generate (default: 64).",
     )
     parser.add_argument(
         "--temperature",
         type=float,
-        help="sample, from logits that are divided by it; 0, the default, takes the likeliest "
-        "token each time",
+        metavar="T",
+        help="Sample each token from logits that are divided by this number, such as 0.7; 0 takes "
+        "the likeliest token (default: 0).",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="P",
-        help="sample among the likeliest tokens whose probabilities add up to P",
+        help="Sample only among the likeliest tokens whose probabilities add up to this number, "
+        "such as 0.9 (default: among all tokens).",
     )
     parser.add_argument(
-        "--seed", type=int, help="of the samples; another one each time if left out"
+        "--seed",
+        type=int,
+        metavar="N",
+        help="Seed of the samples; equal seeds give equal texts (default: a new one each time).",
     )
     parser.add_argument(
         "--ranks",
         type=int,
         default=1,
         metavar="N",
-        help="processes to start on this machine (default 1); torchrun starts those of several",
+        help="Number of processes to start on this machine (default: 1). To run on several "
+        "machines, leave it out and start the command with torchrun.",
     )
     parser.add_argument(
         "--attention",
         choices=("tree_attention", "sdpa"),
         default="tree_attention",
-        help="sdpa is plain HuggingFace in one process, for comparison",
+        help="Attention of the model; sdpa is plain HuggingFace in one process, for comparison "
+        "(default: tree_attention).",
     )
     for name, (choices, text) in _CHOICES.items():
-        named, text = ("auto", *choices), f"{text} (default auto)"
+        named, text = ("auto", *choices), f"{text} (default: auto)."
         parser.add_argument(f"--{name}", choices=named, default="auto", help=text)
     parser.add_argument(
         "--strategy",
         default="auto",
-        help="how the ranks exchange their partial results: auto, the default, or one of those "
-        "that `info` lists",
+        metavar="NAME",
+        help="How the ranks exchange their partial results: auto, or a strategy that `info` lists "
+        "(default: auto).",
     )
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
         default=1,
         metavar="N",
-        help="split heads over N neighbouring processes, and the cache over the rest (default 1)",
+        help="Number of neighbouring processes that split the heads, while the cache is split over "
+        "the rest; it must divide the number of processes (default: 1).",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=30.0,
-        help="seconds to wait for another rank to start, to load or to answer (default 30)",
+        metavar="SECONDS",
+        help="Seconds to wait for another rank to start, to load or to answer (default: 30).",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write tokens and measurements")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="File to write the tokens and the measurements to (default: none).",
+    )
     parser.add_argument(
         "--same-tokens-as",
         type=Path,
         metavar="FILE",
-        help="fail unless the new tokens equal those in the --json file of another run",
+        help="File that --json wrote in another run: exit with status 1 unless the new tokens are "
+        "equal to its tokens.",
     )
     return parser.parse_args(arguments)
 

@@ -25,7 +25,8 @@ NOT_BUILT = f"unavailable: torch {torch.__version__} is built without it"
 def main(arguments: list[str]) -> int:
     argument_parser(
         "info",
-        "Prints versions and backends, and why one of them is unavailable.",
+        "Prints versions and backends, and for each backend that is unavailable the reason.",
+        "info",
         "info > report.txt",
     ).parse_args(arguments)
     if not sys.stdout.isatty():

@@ -26,28 +26,69 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 def main(arguments: list[str]) -> int:
     parser = argument_parser(
         "plan",
-        "Memory of a rank, time of a token and time of a prompt for every way to split a model "
-        "over ranks, from bandwidths and rounds of messages; nothing is loaded or run.",
+        "Estimates, for every way to split a model over ranks, the memory of a rank, the time per "
+        "token and the time to read a prompt, from data sheets; nothing is loaded or run.",
         "plan --model llama-3.1-8b --context 1M --ranks 16 --machine cpu --link 10gbe",
+        "plan --model DIR --context 128k --ranks 2 --machine cpu --calibration costs.json",
     )
-    shapes = f"directory with config.json, or a shape: {', '.join(NAMED)}"
-    parser.add_argument("--model", required=True, metavar="DIR|NAME", help=shapes)
-    parser.add_argument("--context", required=True, metavar="TOKENS", help="such as 131072 or 128k")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N")
-    parser.add_argument("--machine", "--gpu", choices=MACHINES, required=True, help="of every rank")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="DIR|NAME",
+        help="Model to split: a directory with its config.json, or one of the shapes "
+        f"{', '.join(NAMED)}.",
+    )
+    parser.add_argument(
+        "--context",
+        required=True,
+        metavar="TOKENS",
+        help="Number of tokens of the prompt, which are in the cache when a new token is timed, "
+        "such as 131072, 128k (of 1,024 tokens) or 1M (of 1,024 k).",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        required=True,
+        metavar="N",
+        help="Number of ranks, normally one for each CPU socket or GPU.",
+    )
+    parser.add_argument(
+        "--machine",
+        "--gpu",
+        choices=MACHINES,
+        required=True,
+        help="Data sheet of the socket or GPU that each rank has.",
+    )
     link = parser.add_mutually_exclusive_group()
-    link.add_argument("--link", choices=LINKS, help="between ranks (default: that of the machine)")
     link.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="that `calibrate` wrote, for the link"
+        "--link",
+        choices=LINKS,
+        help="Data sheet of the link between ranks (default: the usual link of the machine).",
     )
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="of the cache")
+    link.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="Table that `calibrate` wrote on your ranks: the link is fitted to its times, and "
+        "--link is left out.",
+    )
     parser.add_argument(
-        "--weights",
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="bf16",
+        help="Dtype of the key/value cache (default: bf16).",
+    )
+    parser.add_argument(
+        "--weight-dtype",
         choices=WEIGHT_DTYPES,
-        help="of linear layers and experts, by default as they are stored",
+        help="Dtype of the weights of linear layers and experts (default: as they are stored).",
     )
     parser.add_argument(
-        "--sequences", type=int, default=1, metavar="N", help="in all, that decode at once"
+        "--sequences",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Number of sequences that decode at the same time, over all ranks (default: 1).",
     )
     show(plan_of(parser.parse_args(arguments)))
     return 0
@@ -72,8 +113,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         except ValueError as error:
             raise UsageError(f"--calibration: {error}") from error
     model = replace(model, kv_dtype=arguments.kv_dtype)
-    if arguments.weights is not None:
-        model = replace(model, weights=model.weights.quantised(arguments.weights))
+    if arguments.weight_dtype is not None:
+        model = replace(model, weights=model.weights.quantised(arguments.weight_dtype))
     work = Work(context, arguments.sequences)
     return Plan(model, Hosts(machine, link), arguments.ranks, work)
 

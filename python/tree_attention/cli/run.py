@@ -31,15 +31,29 @@ def main(arguments: list[str]) -> int:
     parser = argument_parser(
         "run",
         "Runs a Python program on several ranks of this machine, as torchrun does, with the "
-        "processors divided among them. Where a rank fails, the others are ended, and the last "
-        "line says which it was and why; the exit status is that of the rank.",
+        "processors divided among them. If a rank fails, the others are ended, and the last line "
+        "says which rank it was and why; the exit status is that rank's.",
         "run -n 2 chat.py",
         "run -n 2 -m tree_attention verify",
     )
-    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="processes")
-    parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module's name")
-    parser.add_argument("program", metavar="PROGRAM", help="a Python file")
-    rest = parser.add_argument("arguments", nargs="...", metavar="ARGUMENTS", help="of the program")
+    parser.add_argument(
+        "-n",
+        "--ranks",
+        type=int,
+        required=True,
+        metavar="N",
+        help="Number of processes to start on this machine.",
+    )
+    parser.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        help="Take PROGRAM as the name of a module, as `python -m` does.",
+    )
+    parser.add_argument("program", metavar="PROGRAM", help="Python file that every rank runs.")
+    rest = parser.add_argument(
+        "arguments", nargs="...", metavar="ARGUMENTS", help="Arguments of the program."
+    )
     rest.required = False
     parsed = parser.parse_args(arguments)
     check_ranks("-n", parsed.ranks)

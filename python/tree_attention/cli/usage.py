@@ -25,7 +25,7 @@ UNFOLDED = 10_000  # columns of a table that is not on a terminal, and that name
 
 A_CHECKPOINT = (
     "directory with config.json, *.safetensors and a tokenizer: `hf download NAME --local-dir DIR` "
-    "makes one of what the Hugging Face Hub calls NAME"
+    "makes one from the model that the Hugging Face Hub calls NAME"
 )
 
 
@@ -40,13 +40,17 @@ def program() -> str:
 
 
 def argument_parser(command: str, description: str, *examples: str) -> argparse.ArgumentParser:
-    """The parser of a command; `examples` are its arguments, with the command in front."""
+    """The parser of a command; `examples` are what follows the program's name in two or more calls.
+
+    The help of an option is a sentence that names its object, its unit and its default, this as
+    "(default: ...)", which scripts/command_line.py reads.
+    """
     width = shutil.get_terminal_size().columns - 2
     lines = [f"  {program()} {example}" for example in examples]
     return argparse.ArgumentParser(
         prog=f"{program()} {command}",
         description=textwrap.fill(description, width),
-        epilog="\n".join([f"example{'s' * (len(lines) > 1)}:", *lines]),
+        epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,  # leaves examples on their lines
     )
 

@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
         "--model",
         type=Path,
         metavar="DIR",
-        help=f"whose tokens are checked as well: a {A_CHECKPOINT}",
+        help=f"Model whose tokens are checked as well: a {A_CHECKPOINT} (default: none).",
     )
     add_timeout(parser)
     parsed = parser.parse_args(arguments)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .._environment import VariableError, read_integer
 from ..exchange import (
+    DEFAULT_TIMEOUT,
     Communicator,
     ExchangeError,
     call_before,
@@ -59,10 +60,10 @@ class World:
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:
-    """The option of commands that leave the time for others to answer to the library."""
-    start = f"{RENDEZVOUS_SECONDS:g} to start"
-    waits = f"seconds to wait for another rank to start or to answer (default {start})"
-    parser.add_argument("--timeout", type=float, help=waits)
+    """Adds --timeout to a command whose exchanges have the library's own timeout by default."""
+    default = f"{RENDEZVOUS_SECONDS:g} to start, {DEFAULT_TIMEOUT:g} to answer an exchange"
+    waits = f"Seconds to wait for another rank to start or to answer (default: {default})."
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help=waits)
 
 
 def choose_device(name: str) -> torch.device:
