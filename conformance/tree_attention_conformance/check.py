@@ -28,6 +28,14 @@ def check_merge(
             takes its own. `adapt` makes such a function of one with other conventions.
         device: where the parts are, as torch says it, or "numpy" for NumPy's arrays, the default
             without torch. They have float16 for bfloat16.
+
+    For example::
+
+        from tree_attention import merge_states
+        from tree_attention.reference.conformance import check_merge
+
+        report = check_merge(merge_states)
+        print(report.passed)  # True
     """
     if num_parts < 2:
         raise ValueError(f"check_merge: num_parts must be at least 2, got {num_parts}")
@@ -77,6 +85,23 @@ def check_sharded_decode(
             engine does not offer. `adapt` makes such a function of one with other conventions.
         dtype: of q, k and v where the case does not say it: "float32", "bfloat16" or "float16".
         device: where q and the shards are, see `check_merge`.
+
+    For example::
+
+        import torch
+        from tree_attention import lean_decode, merge_states
+        from tree_attention.reference.conformance import DecodeProblem, check_sharded_decode
+
+        def decode(problem: DecodeProblem) -> tuple[torch.Tensor, torch.Tensor]:
+            states = []
+            for rank, (k, v) in enumerate(zip(problem.k_shards, problem.v_shards)):
+                key_ranges = torch.as_tensor(problem.key_ranges(rank)).int()
+                states.append(lean_decode(problem.q, k, v, key_ranges, out_dtype=torch.float32))
+            o_parts, lse_parts = zip(*states)
+            out_dtype = problem.q.dtype
+            return merge_states(torch.stack(o_parts), torch.stack(lse_parts), out_dtype=out_dtype)
+
+        print(check_sharded_decode(decode).passed)  # True
     """
     if world_size < 2:
         raise ValueError(f"check_sharded_decode: world_size must be at least 2, got {world_size}")

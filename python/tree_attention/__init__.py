@@ -1,5 +1,25 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Exact attention for very long contexts whose key/value cache is split over ranks."""
+"""Exact attention for very long contexts whose key/value cache is split over ranks.
+
+Which part is for whom:
+
+- You have a HuggingFace model: `tree_attention.hf` has `from_pretrained` and `enable`, after which
+  `model.generate(...)` runs on all ranks.
+- You write an inference engine: `lean_decode` attends to the keys of one rank, `all_merge_states`
+  merges the results of all ranks, and `tree_decode` does both. `append_kv` writes new keys into a
+  cache, `merge_states` merges results in one process, and `AttentionOptions` lists the keyword
+  arguments. `BlockCyclic`, `Contiguous` and `ContiguousThenCyclic`, each a `ShardLayout`, say which
+  rank holds which token. A `Communicator` keeps connections between calls, `strategies` names the
+  ways to exchange, and an `ExchangeError` tells of a lost rank.
+- You want sparse patterns or biases by position: `tree_attention.patterns` and
+  `tree_attention.positions`.
+- You check an engine's own merge: `tree_attention.reference.conformance`; the definitions in
+  float64 are in `tree_attention.reference`.
+- You compare: `ring_decode` and `ring_pass_q_decode` are ring attention, and `lean_schedule` is the
+  kernels' partition of the work. `reset_workspaces` is for CUDA after an aborted launch.
+- You serve with vLLM: `python -m tree_attention.vllm serve MODEL`.
+- You want none of this in Python: `tree-attention --help` lists the commands.
+"""
 
 import importlib
 import sys

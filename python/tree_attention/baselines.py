@@ -68,6 +68,16 @@ def ring_decode(
             the communicator says otherwise.
         Everything else, what is returned and what is raised: as in `tree_decode`.
 
+    For example::
+
+        import torch
+        from tree_attention import ring_decode
+
+        q = torch.randn(1, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
+        k, v = torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)  # 100 keys of 2 kv heads
+        o, lse = ring_decode(q, k, v)  # each of several ranks gives its own keys and values
+        print(o.shape, lse.shape)  # torch.Size([1, 8, 1, 64]) torch.Size([1, 8, 1])
+
     Source: Ring Attention (arXiv:2310.01889), as the baseline of Tree Attention section 6.
     """
     comm = get_communicator(group)
@@ -123,6 +133,16 @@ def ring_pass_q_decode(
     Returns:
         o and lse as `tree_decode` does, with the same bits on every rank, but other ones than
         `tree_decode`'s: the states of a part are merged in the order of its travel.
+
+    For example::
+
+        import torch
+        from tree_attention import ring_pass_q_decode
+
+        q = torch.randn(1, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
+        k, v = torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)  # 100 keys of 2 kv heads
+        o, lse = ring_pass_q_decode(q, k, v)  # each of several ranks gives its own keys and values
+        print(o.shape, lse.shape)  # torch.Size([1, 8, 1, 64]) torch.Size([1, 8, 1])
 
     Source: Context Parallelism for Scalable Million-Token Inference (arXiv:2411.01783), pass-Q.
     """
@@ -318,7 +338,7 @@ def parts_of(q: Tensor, num_heads_kv: int, world_size: int) -> list[Part]:
 
 
 class _Packet(NamedTuple):
-    """A part's queries, and behind them the state so far of the part whose queries went before."""
+    """A part's queries, followed by the state so far of the part whose queries went before."""
 
     queries: Tensor
     state: _State

@@ -69,6 +69,20 @@ def tree_decode(
             argument is no number, or timeout is neither a number nor a timedelta.
         RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
 
+    For example::
+
+        import torch
+        from tree_attention import BlockCyclic, tree_decode
+
+        # One process; with several, after torch.distributed.init_process_group, rank and
+        # world_size are those of torch.distributed.
+        rank, world_size = 0, 1
+        torch.manual_seed(0)  # the same q on every rank
+        q, k, v = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 999, 64), torch.randn(1, 2, 999, 64)
+        mine = BlockCyclic(world_size, block=16).local_slots(rank, 0, 999)
+        o, lse = tree_decode(q, k[:, :, mine], v[:, :, mine])
+        print(o.shape, lse.shape)  # torch.Size([1, 8, 1, 64]) torch.Size([1, 8, 1])
+
     Source: Tree Attention (arXiv:2408.04093), Algorithm 3.
     """
     comm = get_communicator(group)

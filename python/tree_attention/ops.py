@@ -91,6 +91,16 @@ def lean_decode(
     may change. Page ids are checked on the CPU; on CUDA only if the environment variable
     TREE_ATTENTION_CHECK_PAGES is 1, for which the host waits.
 
+    For example::
+
+        import torch
+        from tree_attention import lean_decode
+
+        q = torch.randn(1, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
+        k, v = torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)  # 100 keys of 2 kv heads
+        o, lse = lean_decode(q, k, v)
+        print(o.shape, lse.shape)  # torch.Size([1, 8, 1, 64]) torch.Size([1, 8, 1])
+
     Source: the stream-K schedule of LeanAttention (arXiv:2405.10480).
     """
     if options:
@@ -172,6 +182,18 @@ def merge_states(
         RuntimeError: shapes or dtypes break the rules above, or a gradient is required.
         TypeError: o_parts or lse_parts is no tensor.
 
+    For example::
+
+        import torch
+        from tree_attention import lean_decode, merge_states
+
+        q = torch.randn(1, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
+        k, v = torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)  # 100 keys of 2 kv heads
+        parts = [lean_decode(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 40), (40, 100))]
+        o_parts, lse_parts = (torch.stack(x) for x in zip(*parts))
+        o, lse = merge_states(o_parts, lse_parts)
+        print(torch.allclose(o, lean_decode(q, k, v)[0], atol=1e-6))  # True
+
     Source: the fix-up of LeanAttention section IV-A; Tree Attention, Algorithm 3.
     """
     check_tensors("merge_states", o_parts=o_parts, lse_parts=lse_parts)
@@ -227,6 +249,16 @@ def append_kv(
             Nothing was written. On CUDA a slot out of range is not kept, or where the environment
             variable TREE_ATTENTION_CHECK_PAGES is 1, for which the host waits, an error.
         TypeError: one of the first five arguments is no tensor; v and v_cache may be None.
+
+    For example::
+
+        import torch
+        from tree_attention import append_kv
+
+        k_cache, v_cache = torch.zeros(1, 2, 8, 64), torch.zeros(1, 2, 8, 64)
+        k, v = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1, 64)
+        append_kv(k, v, k_cache, v_cache, torch.tensor([[5]]))
+        print(torch.equal(k_cache[:, :, 5:6], k))  # True
     """
     check_tensors("append_kv", k=k, k_cache=k_cache, slot_mapping=slot_mapping)
     values = {"v": v, "v_cache": v_cache}
@@ -257,6 +289,14 @@ def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
         RuntimeError: a negative number of tiles, another dtype or shape, or no worker.
         TypeError: num_tiles is no tensor, or num_workers no integer.
 
+    For example::
+
+        import torch
+        from tree_attention import lean_schedule
+
+        num_tiles = torch.tensor([3, 1], dtype=torch.int32)
+        print(lean_schedule(num_tiles, 2).tolist())  # [[0, 0, 0, 2], [1, 0, 2, 3], [1, 1, 0, 1]]
+
     Source: LeanAttention, Algorithm 4, with its index arithmetic corrected.
     """
     check_tensors("lean_schedule", num_tiles=num_tiles)
@@ -272,6 +312,12 @@ def reset_workspaces() -> None:
     graph has its own, whose counters every launch returns to zero. One that was stopped half-way
     may not have done so, and later results would be wrong. This waits for the devices and zeroes
     all counters. It must not be called while a CUDA graph is captured.
+
+    For example::
+
+        import tree_attention
+
+        tree_attention.reset_workspaces()
     """
     _extension.reset_workspaces()
 

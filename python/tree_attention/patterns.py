@@ -49,6 +49,14 @@ __all__ = [
 def window(slots: Tensor, size: int) -> Tensor:
     """The last `size` slots up to the query's own; `[batch, seqlen_q, 1, 2]`.
 
+    For example::
+
+        import torch
+        from tree_attention.patterns import window
+
+        slots = torch.tensor([[9]])  # one query, at slot 9
+        print(window(slots, 4).tolist())  # [[[[6, 10]]]]
+
     Source: sliding windows, Longformer (arXiv:2004.05150), section 3.1.
     """
     slots, size = checked_slots("window", slots), _size("window", "size", size)
@@ -61,6 +69,14 @@ def block(slots: Tensor, size: int) -> Tensor:
 
     The result has the shape `[batch, seqlen_q, 1, 2]`.
 
+    For example::
+
+        import torch
+        from tree_attention.patterns import block
+
+        slots = torch.tensor([[9]])  # one query, at slot 9
+        print(block(slots, 4).tolist())  # [[[[8, 10]]]]
+
     Source: local attention in blocks, Image Transformer (arXiv:1802.05751), section 3.2.
     """
     slots, size = checked_slots("block", slots)[..., None], _size("block", "size", size)
@@ -69,6 +85,14 @@ def block(slots: Tensor, size: int) -> Tensor:
 
 def first(slots: Tensor, count: int) -> Tensor:
     """The first `count` slots of the sequence; `[batch, seqlen_q, 1, 2]`.
+
+    For example::
+
+        import torch
+        from tree_attention.patterns import first
+
+        slots = torch.tensor([[9]])  # one query, at slot 9
+        print(first(slots, 2).tolist())  # [[[[0, 2]]]]
 
     Source: attention sinks, StreamingLLM (arXiv:2309.17453), section 3.2.
     """
@@ -89,6 +113,14 @@ def global_tokens(slots: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     Raises:
         ValueError: there is no range.
         TypeError: a bound is no integer.
+
+    For example::
+
+        import torch
+        from tree_attention.patterns import global_tokens
+
+        slots = torch.tensor([[9]])  # one query, at slot 9
+        print(global_tokens(slots, [(0, 1)]).tolist())  # [[[[0, 1]]]]
 
     Source: global attention, Longformer (arXiv:2004.05150), section 3.1.
     """
@@ -113,6 +145,14 @@ def dilated(slots: Tensor, count: int, *, dilation: int, block: int = 1) -> Tens
 
         visible = slot - dilation * torch.arange(count)
 
+    For example::
+
+        import torch
+        from tree_attention.patterns import dilated
+
+        slots = torch.tensor([[9]])  # one query, at slot 9
+        print(dilated(slots, 2, dilation=4).tolist())  # [[[[9, 10], [5, 6]]]]
+
     Source: dilated windows, Longformer (arXiv:2004.05150), section 3.1; with a window of
         `dilation` slots the strided pattern of Sparse Transformers (arXiv:1904.10509), section 4.3.
     """
@@ -133,6 +173,14 @@ def random_blocks(slots: Tensor, count: int, *, block: int, seed: int) -> Tensor
 
     Raises:
         TypeError, ValueError: `seed` is no integer in [0, 2^31).
+
+    For example::
+
+        import torch
+        from tree_attention.patterns import random_blocks
+
+        slots = torch.tensor([[9]])  # one query, at slot 9
+        print(random_blocks(slots, 3, block=2, seed=0).shape)  # torch.Size([1, 1, 3, 2])
 
     Source: random attention, BigBird (arXiv:2007.14062), section 2 and appendix D.
     """
@@ -173,6 +221,18 @@ def by_head(
     Raises:
         ValueError: there is not one tensor of ranges for each kv head, or one has another shape.
 
+    For example::
+
+        import torch
+        from tree_attention import lean_decode
+        from tree_attention.patterns import by_head, first, window
+
+        q = torch.randn(1, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
+        k, v = torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)  # 100 keys of 2 kv heads
+        slots = torch.tensor([[99]])
+        o, lse = lean_decode(*by_head(q, k, v, [window(slots, 10), first(slots, 10)]))
+        print(o.view(q.shape).shape)  # torch.Size([1, 8, 1, 64])
+
     Source: half of the heads each, Sparse Transformers (arXiv:1904.10509), section 4.3.
     """
     check_tensors("by_head", q=q, k=k, v=v)
@@ -204,6 +264,15 @@ def local(key_ranges: Tensor, layout: ShardLayout, rank: int) -> Tensor:
 
     Returns:
         int32 of the same shape.
+
+    For example::
+
+        import torch
+        from tree_attention import BlockCyclic
+        from tree_attention.patterns import local, window
+
+        key_ranges = window(torch.tensor([[9]]), 4)  # slots 6 to 9, of which rank 0 has 8 and 9
+        print(local(key_ranges, BlockCyclic(2, block=4), 0).tolist())  # [[[[4, 6]]]]
     """
     check_tensors("local", key_ranges=key_ranges)
     begin, end = layout.local_range(rank, key_ranges[..., 0], key_ranges[..., 1])
@@ -245,6 +314,15 @@ def page_lists(
 
     Raises:
         ValueError: a tensor has another shape or no integers, or `page_size` is below 1.
+
+    For example::
+
+        import torch
+        from tree_attention.patterns import page_lists, window
+
+        page_table, slots = torch.tensor([[7, 3, 5, 1]], dtype=torch.int32), torch.tensor([[13]])
+        table, key_ranges = page_lists(window(slots // 4, 2), slots + 1, page_table, 4)
+        print(table.tolist(), key_ranges.tolist())  # [[5, 1, 7, 3]] [[[0, 6]]]
     """
     page_size = _size("page_lists", "page_size", page_size)
     check_tensors("page_lists", page_ranges=page_ranges, lengths=lengths, page_table=page_table)

@@ -34,6 +34,12 @@ def alibi_slopes(num_heads_q: int) -> Tensor:
     Raises:
         TypeError, ValueError: `num_heads_q` is no integer from 1 to 65536.
 
+    For example::
+
+        from tree_attention.positions import alibi_slopes
+
+        print(alibi_slopes(4).tolist())  # [0.25, 0.0625, 0.015625, 0.00390625]
+
     Source: ALiBi (arXiv:2108.12409), section 3, and its authors' code for other numbers of heads.
     """
     num_heads_q = integer("alibi_slopes", "num_heads_q", num_heads_q, 1, _MAX_HEADS)
@@ -58,6 +64,13 @@ def t5_ranges(slots: Tensor, *, num_buckets: int = 32, max_distance: int = 128) 
     Raises:
         TypeError, ValueError: `num_buckets` is no integer of at least 2, `max_distance` none above
             half of it; as in `patterns`.
+
+    For example::
+
+        import torch
+        from tree_attention.positions import t5_ranges
+
+        print(t5_ranges(torch.tensor([[9]]))[0, 0, 0].tolist())  # [9, 10]
 
     Source: T5 (arXiv:1910.10683), section 2.1, and `_relative_position_bucket` of its code.
     """
@@ -108,6 +121,17 @@ def decode_with_range_bias(
     Raises:
         ValueError: `key_ranges` or `bias` has another shape.
         RuntimeError: `lean_decode` refuses an argument.
+
+    For example::
+
+        import torch
+        from tree_attention.positions import decode_with_range_bias, t5_ranges
+
+        q = torch.randn(1, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
+        k, v = torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)  # 100 keys of 2 kv heads
+        bias = torch.randn(8, 32)  # of each query head and bucket
+        o, lse = decode_with_range_bias(q, k, v, t5_ranges(torch.tensor([[99]])), bias)
+        print(o.shape)  # torch.Size([1, 8, 1, 64])
     """
     check_tensors("decode_with_range_bias", q=q, k=k, v=v, key_ranges=key_ranges, bias=bias)
     if key_ranges.dim() != 4 or key_ranges.shape[2] < 1:

@@ -50,6 +50,15 @@ class ShardLayout(ABC):
     """A partition of the global slots over `world_size` ranks.
 
     On every rank, local slots follow each other in the order of their global slots.
+
+    For example::
+
+        from tree_attention import BlockCyclic, ShardLayout
+
+        def lengths(layout: ShardLayout, length: int) -> list[int]:
+            return [layout.count(rank, length) for rank in range(layout.world_size)]
+
+        print(lengths(BlockCyclic(2, block=4), 10))  # [6, 4]
     """
 
     world_size: int
@@ -165,6 +174,14 @@ class BlockCyclic(ShardLayout):
 
     Raises:
         TypeError, ValueError: `world_size` or `block` is not an integer of at least 1.
+
+    For example::
+
+        from tree_attention import BlockCyclic
+
+        layout = BlockCyclic(world_size=2, block=4)
+        print(layout.local_slots(0, 0, 10).tolist())  # [0, 1, 2, 3, 8, 9]
+        print(layout.owner(9))  # 0
     """
 
     world_size: int
@@ -224,6 +241,13 @@ class Contiguous(_Bounded):
 
     Raises:
         TypeError, ValueError: `bounds` are not such integers.
+
+    For example::
+
+        from tree_attention import Contiguous
+
+        layout = Contiguous((0, 3, 10))
+        print(layout.local_slots(1, 0, 10).tolist())  # [3, 4, 5, 6, 7, 8, 9]
     """
 
     def count(self, rank: int, length: Slots) -> Slots:
@@ -253,6 +277,13 @@ class ContiguousThenCyclic(_Bounded):
 
     Raises:
         TypeError, ValueError: as in `Contiguous` and `BlockCyclic`.
+
+    For example::
+
+        from tree_attention import ContiguousThenCyclic
+
+        layout = ContiguousThenCyclic((0, 3, 6), block=2)  # a prompt of 6 tokens
+        print(layout.local_slots(0, 0, 10).tolist())  # [0, 1, 2, 6, 7]
     """
 
     block: int = 64

@@ -77,6 +77,18 @@ def enable(
             values, latents or states of their own, `prefill` is "split" and the tokens of this
             model cannot be split, `deterministic` is given with "split", split weights, or a layout
             or layers that it is not for, or an argument is out of range.
+
+    For example::
+
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from tree_attention import hf
+
+        path = "examples/passkey-llama"  # in a checkout of this library
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = hf.enable(AutoModelForCausalLM.from_pretrained(path))  # on every rank
+        inputs = tokenizer("The sky is", return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+        print(ids.shape)  # torch.Size([1, 10])
     """
     options = with_defaults("enable", options)
     if prefill_chunk_size is not None:
@@ -116,6 +128,15 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         ValueError: the model is not enabled.
+
+    For example::
+
+        from transformers import AutoModelForCausalLM
+        from tree_attention import hf
+
+        model = hf.enable(AutoModelForCausalLM.from_pretrained("examples/passkey-llama"))
+        hf.disable(model)
+        print(model.config._attn_implementation)  # sdpa
     """
     if not is_enabled(model):
         raise ValueError("disable: the model is not enabled; call enable(model) first")

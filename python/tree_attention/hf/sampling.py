@@ -29,6 +29,14 @@ def seed_ranks(
 
     Raises:
         ExchangeError: a rank did not call it within `timeout` seconds.
+
+    For example::
+
+        import torch
+        from tree_attention import hf
+
+        hf.seed_ranks(seed=1)  # on every rank, before `generate` samples
+        print(torch.initial_seed())  # 1
     """
     comm = get_communicator(group)
     seconds = comm.seconds_of("seed_ranks", timeout)
@@ -48,6 +56,14 @@ class SynchronizeLogits(LogitsProcessor):
     Args:
         group: process group or `Communicator`, by default the world.
         timeout: seconds after which a lost rank becomes an `ExchangeError`.
+
+    For example::
+
+        import torch
+        from tree_attention import hf
+
+        scores = hf.SynchronizeLogits()(torch.tensor([[1]]), torch.randn(1, 8))
+        print(scores.shape)  # torch.Size([1, 8])
     """
 
     def __init__(

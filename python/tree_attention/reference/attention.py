@@ -37,6 +37,16 @@ def attention(
         o: `[batch, num_heads_q, seqlen_q, head_dim_v]`.
         lse: `[batch, num_heads_q, seqlen_q]`, natural logarithm of the sum of the exponentiated
             scores. A query without keys has `o = 0` and `lse = -inf`.
+
+    For example::
+
+        import torch
+        from tree_attention.reference import attention
+
+        q = torch.randn(1, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
+        k, v = torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)  # 100 keys of 2 kv heads
+        o, lse = attention(q, k, v)
+        print(o.dtype)  # torch.float64
     """
     batch, num_heads_q, seqlen_q, head_dim = q.shape
     num_heads_kv, group_size = k.shape[1], num_heads_q // k.shape[1]
@@ -109,6 +119,18 @@ def merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
     Returns:
         The state of the union of both sets; `lse` is a natural logarithm.
+
+    For example::
+
+        import torch
+        from tree_attention.reference import attention, merge
+
+        q = torch.randn(1, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
+        k, v = torch.randn(1, 2, 100, 64), torch.randn(1, 2, 100, 64)  # 100 keys of 2 kv heads
+        o, lse = merge(
+            attention(q, k[:, :, :40], v[:, :, :40]), attention(q, k[:, :, 40:], v[:, :, 40:])
+        )
+        print(torch.allclose(o, attention(q, k, v)[0]))  # True
     """
     (o_a, lse_a), (o_b, lse_b) = a, b
     empty_a, empty_b = lse_a == -math.inf, lse_b == -math.inf
@@ -137,6 +159,14 @@ def merge_states(o_parts: Tensor, lse_parts: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         o: `[..., head_dim]` in float64; 0 where all parts are empty.
         lse: `[...]` in float64; -inf where all parts are empty.
+
+    For example::
+
+        import torch
+        from tree_attention.reference import merge_states
+
+        o, lse = merge_states(torch.randn(3, 8, 64), torch.randn(3, 8))
+        print(o.shape, lse.shape)  # torch.Size([8, 64]) torch.Size([8])
     """
     n = len(lse_parts)
     if n == 1:
@@ -154,6 +184,14 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         values: `[..., head_dim]`; zeros for a row with the scale 0, a NaN or an infinity.
         scale: float32 `[...]`, the largest magnitude of the row divided by 127 or 448; NaN for a
             row with a NaN or an infinity. `values * scale` is the row up to rounding.
+
+    For example::
+
+        import torch
+        from tree_attention.reference import quantise
+
+        values, scale = quantise(torch.tensor([[-2.54, 1.27]]), torch.int8)
+        print(values.tolist())  # [[-127, 64]]
     """
     x = x.float()
     scale = x.abs().amax(-1) / LARGEST[dtype]

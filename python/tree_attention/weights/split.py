@@ -55,7 +55,7 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
         model.get_submodule(name).register_forward_hook(_silence)
     parts = slices(embedding.num_embeddings, mesh.world_size)
     begin, end = parts[mesh.rank]
-    # The row of each token in this rank's part; that of other ranks' tokens is one of zeros.
+    # The row of each token in this rank's part; tokens of other ranks take a row of zeros.
     rows = torch.full((embedding.num_embeddings,), end - begin, device="cpu")
     rows[begin:end] = torch.arange(end - begin, device="cpu")
     if not embedding.weight.is_meta:  # else from_pretrained fills the model and moves all of it
@@ -141,6 +141,14 @@ def mesh(model: PreTrainedModel) -> Mesh:
 
     Raises:
         ValueError: the model is not split.
+
+    For example::
+
+        from transformers import AutoModelForCausalLM
+        from tree_attention import hf
+
+        model = hf.parallelize(AutoModelForCausalLM.from_pretrained("examples/passkey-llama"))
+        print(hf.mesh(model).tensor_parallel_size)  # 1
     """
     found = mesh_of(model)
     if found is None:

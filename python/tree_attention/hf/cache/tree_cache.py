@@ -50,6 +50,18 @@ class TreeCache(StateCache):
             their own, `layout` is for another world size or ends before `max_length`, there is no
             such kv_dtype or strategy, `growth` or `max_length` is below 1, or `deterministic` is
             below 0 or not for these layers or this layout.
+
+    For example::
+
+        import torch
+        from transformers import AutoModelForCausalLM
+        from tree_attention import hf
+
+        model = hf.enable(AutoModelForCausalLM.from_pretrained("examples/passkey-llama"))
+        cache = hf.TreeCache(model.config, kv_dtype="int8")
+        ids = torch.tensor([[5, 6, 7]])
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        print(cache.get_seq_length())  # 6
     """
 
     @takes_cache_options
