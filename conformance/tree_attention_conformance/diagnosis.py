@@ -100,7 +100,7 @@ class Report:
             failed = [line for line in self.lines if line.passed is False]
             first = next(line for line in failed if not line.meaning.startswith("as in "))
             count = f"{len(failed)} of {len(self.lines)} cases failed"
-            lines.append(f"{count}: mend {first.case!r} first.")
+            lines.append(f"{count}: fix {first.case!r} first.")
         return "\n".join(lines)
 
 

@@ -114,7 +114,7 @@ def test_one_mistake_is_named_once():
     report = check_merge(lambda o, lse: (1.5 * o[0], lse[0]))
     shown = str(report)
     assert shown.count("FAILED") == len(report.failed) == shown.count("as in the first case") + 1
-    assert shown.endswith(f"\n{len(report.failed)} of 9 cases failed: mend 'ordinary parts' first.")
+    assert shown.endswith(f"\n{len(report.failed)} of 9 cases failed: fix 'ordinary parts' first.")
 
 
 def test_zeros_have_no_factor():
