@@ -92,8 +92,8 @@ void define_sockets(pybind11::module_& m) {
            });
 }
 
-// Adds every value of `x` in the order of indices, so that strides do not show. Rows of other
-// strides than those of a contiguous tensor are packed in a small buffer, not copied as a whole.
+// Adds every value of `x` in the order of indices, so that strides do not show. Rows that
+// are not contiguous are packed in a small buffer, not copied as a whole.
 void add_values(tree_attention::cpu::Digest& digest, const at::Tensor& x) {
   const bool has_runs = x.is_contiguous() || x.stride(-1) == 1 || x.size(-1) == 1;
   const at::Tensor rows = has_runs ? x : x.contiguous();

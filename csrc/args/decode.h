@@ -13,7 +13,7 @@
 namespace tree_attention {
 
 // Every argument of lean_decode except the outputs, in the order of its schema: the C++ type, the
-// schema's type, the name and the schema's default. Those behind the star are given by name.
+// schema's type, the name and the schema's default. Arguments after the star are given by name.
 #define TREE_ATTENTION_DECODE_ARGUMENTS(FIRST, NEXT)                     \
   FIRST(at::Tensor, "Tensor", q, "")                                     \
   NEXT(at::Tensor, "Tensor", k, "")                                      \

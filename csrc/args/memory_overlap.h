@@ -29,8 +29,8 @@ class ArgumentMemory {
   int64_t begin_ = std::numeric_limits<int64_t>::max(), end_ = 0;
 };
 
-// Refuses an output of which two elements are at one place, or that shares memory with an input or
-// with another output. Views that interleave share none.
+// Refuses an output that has two elements at one place, or that shares memory with an input or with
+// another output. Views that interleave share none.
 void check_outputs(const char* op, std::initializer_list<ArgumentMemory> outputs,
                    std::initializer_list<ArgumentMemory> inputs);
 

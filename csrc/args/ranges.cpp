@@ -86,7 +86,7 @@ at::Tensor RangeParts::repeated(const at::Tensor& x) {
   RepeatedTensor& to_repeat = params_.repeated[params_.num_repeated++];
   to_repeat.from = static_cast<const uint16_t*>(x.const_data_ptr());
   to_repeat.to = static_cast<uint16_t*>(result.data_ptr());
-  // The last axis is contiguous (check_inputs), but for that of query_positions.
+  // The last axis is contiguous (check_inputs), except the last axis of query_positions.
   const bool has_rows = x.dim() > 2 || x.stride(-1) == 1;
   const int64_t last = has_rows ? x.dim() - 1 : x.dim();
   to_repeat.row_size = scale * (has_rows ? x.size(-1) : 1);

@@ -2,8 +2,8 @@
 //
 // Queries that see several ranges of keys. Every range becomes a sequence of its own, whose keys a
 // page table finds where they lie, and the partial states of a query's ranges are merged. So all
-// ranges share one schedule, and a range costs what its keys cost. A backend writes what the call
-// of these sequences needs beside the caller's tensors, on CUDA in one launch.
+// ranges share one schedule, and a range costs what its keys cost. A backend writes the tensors
+// that the call of these sequences needs in addition to the caller's, on CUDA in one launch.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,7 +31,7 @@ class RangeParts {
   // the caller.
   const RangeParams& params() const { return params_; }
 
-  // The call of which the ranges are the sequences. Its states are float32.
+  // The call in which every range is a sequence. Its states are float32.
   const DecodeArgs& call() const { return call_; }
 
   // A result of that call, [num_ranges * batch, ...], by range, [num_ranges, batch, ...], which is

@@ -11,7 +11,7 @@
 namespace tree_attention {
 
 // The keys, or the values, of the new tokens and where they go. Null, with head_dim 0, for values
-// that the cache does not hold beside its keys.
+// if the cache holds keys only.
 struct AppendTensor {
   const void* rows;  // [batch, num_heads_kv, tokens, head_dim]
   void* cache;       // [batch, num_heads_kv, capacity, head_dim], or pages

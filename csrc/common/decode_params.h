@@ -31,7 +31,7 @@ struct DecodeParams {
   const int32_t* key_ranges;     // [batch, seqlen_q, 2]
   int64_t key_ranges_stride[2];  // {batch, token}; the pair is contiguous
 
-  // What keys and values of 8 bits are multiplied by, or null: 1. Axes as those of k and v.
+  // Factors of keys and values of 8 bits; null stands for 1. They have the first axes of k and v.
   const float *k_scale, *v_scale;
   int64_t k_scale_stride[3], v_scale_stride[3];
 

@@ -4,11 +4,11 @@
 // its tiles in a slot of its own and arrives at a counter; whoever arrives last merges. Nobody
 // waits, so workers may run in any order, also one after the other.
 //
-// The states are merged in the order of the parts, never in that of arrival. A few contributors are
-// merged at once; many in groups of kRadix consecutive ones, whose last arriver leaves the merged
-// state in the slot of the group's first contributor and arrives for the group one level up. Groups
-// are aligned and kRadix is a power of two: where a merge is the canonical one of softmax_state.h,
-// the bits are those of one merge.
+// The states are merged in the order of the parts, never in the order of arrival. A few
+// contributors are merged at once; many in groups of kRadix consecutive ones, whose last arriver
+// leaves the merged state in the slot of the group's first contributor and arrives for the group
+// one level up. Groups are aligned and kRadix is a power of two: if a merge is the canonical one of
+// softmax_state.h, the result has the bits of a single merge.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@
 
 namespace tree_attention {
 
-// A tensor [batch, rows, row], of which every range has a copy of its own: [num_ranges, batch,
-// rows, row], contiguous. Rows are two axes with strides; these and a row are in elements of two
+// A tensor [batch, rows, row], and its copies for the ranges: [num_ranges, batch, rows, row],
+// contiguous. Rows are two axes with strides; these and a row are in elements of two
 // bytes.
 struct RepeatedTensor {
   const uint16_t* from;
@@ -29,9 +29,9 @@ struct RangeParams {
   const int32_t* ranges;     // [batch, seqlen_q, num_ranges, 2]
   int64_t ranges_stride[3];  // {batch, token, range}; the pair is contiguous
 
-  // [num_ranges, batch, seqlen_q, 2], contiguous: ranges with the same union, of which no two of a
-  // query have a key in common. They are in the order of their begins, then of their ends, and each
-  // begins no earlier than those before it end.
+  // [num_ranges, batch, seqlen_q, 2], contiguous: ranges with the same union; no two ranges of
+  // a query have a key in common. They are in the order of their begins, then of their ends, and
+  // each begins no earlier than those before it end.
   int32_t* parts;
   int32_t* sequences;  // [num_ranges, batch]: the caller's sequence, or null
 

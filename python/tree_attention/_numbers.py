@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-# Lists of numbers beside tensors: what may be iterated over, in its order.
+# Lists of numbers other than tensors: types that have an order to iterate in.
 _LISTS = (Sequence, np.ndarray)
 # The largest integer that tensors and the operators' C++ hold.
 MAX_INTEGER = (1 << 63) - 1

@@ -66,7 +66,7 @@ class DecodeCall:
         options: Mapping[str, Any],
         merge_options: Container[str] = (),
     ) -> None:
-        """`merge_options`: those that `op` has beside the options of `lean_decode`."""
+        """`merge_options` are the options that `op` has in addition to those of `lean_decode`."""
         self.op, self.q, self.k, self.v, self.key_ranges = op, q, k, v, key_ranges
         check_tensors(op, q=q, k_local=k, v_local=v)
         check_no_vmap(op, q=q, k_local=k, v_local=v)
@@ -104,7 +104,7 @@ class DecodeCall:
 
     @property
     def signature(self) -> Signature:
-        """Fields that must be equal on all ranks, besides those of the merge."""
+        """Fields that must be equal on all ranks, in addition to the fields of the merge."""
         return (
             ("num_heads_kv", self.k.shape[1]),
             ("head_dim", self.q.shape[3]),

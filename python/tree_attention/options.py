@@ -95,7 +95,7 @@ _schema = torch.ops.tree_attention.lean_decode.default._schema
 _options = [argument for argument in _schema.arguments if argument.name in _OPTION_NAMES]
 TENSOR_OPTIONS = tuple(x.name for x in _options if str(x.type) == "Optional[Tensor]")
 ATTENTION_DEFAULTS = {x.name: x.default_value for x in _options}
-# The same options as operators of graphs have them: what stands behind the star of the schema.
+# The same options for operators of graphs: what follows the star in lean_decode's schema.
 ATTENTION_SCHEMA = str(_schema).partition("*, ")[2].partition(")")[0]
 ATTENTION_SCHEMA = ATTENTION_SCHEMA.replace("ScalarType? out_dtype=None, ", "")
 takes_attention_options = lists_options(AttentionOptions, ATTENTION_DEFAULTS)
@@ -106,7 +106,7 @@ SEQUENCE, HEAD, KEY_HEAD, SEQUENCE_OR_PAGE = "sequence", "head", "key head", "se
 class Argument(NamedTuple):
     """An argument of `lean_decode`, as the ranks of one call share it."""
 
-    # Its first axes. A tensor that has fewer of them lacks that of key heads.
+    # Its first axes. A tensor that has fewer of them lacks the axis of key heads.
     axes: tuple[str, ...] = ()
     is_compared: bool = False  # as a field of the call: a number, or the digest of a tensor
     is_of_queries: bool = False  # its values are compared with every message

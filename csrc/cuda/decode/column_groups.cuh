@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Where column groups split head_dim, a warp's products are those of its own columns: the warps of
-// the same rows and keys need the sum.
+// If column groups split head_dim, each warp multiplies its own columns only: the warps of the same
+// rows and keys need the sum.
 #pragma once
 
 #include "cuda/element.cuh"

@@ -50,7 +50,7 @@ struct RowCombination {
   float inverse_sum;         // and of all of them
   float lse;
 
-  // statistics[g * kGroupWarps] is that of a warp of key group g.
+  // statistics[g * kGroupWarps] belongs to a warp of key group g.
   __device__ RowCombination(const WarpStatistics<Config>* statistics, int row) {
     const auto of_group = [&](int group) -> const WarpStatistics<Config>& {
       return statistics[group * Config::kGroupWarps];
@@ -112,7 +112,7 @@ class GroupOutputs {
     return reinterpret_cast<float*>(half) + row % kHalf * kColumns + permuted;
   }
 
-  // The place of row `i` of a thread where `place` is that of its row 0, and columns further, a
+  // The place of a thread's row `i`, if `place` is the place of its row 0, and `columns` further, a
   // multiple of 32.
   static __device__ float* moved(float* place, int i, int columns) {
     constexpr int kStep = Fragments::kRowStep;
@@ -127,9 +127,9 @@ class GroupOutputs {
 };
 
 // To be called by all threads after the loop over tiles; `tile` and `softmax` are the warp's, and
-// `stage` is one of the ring's that is free. The threads are then dealt to the rows, eight or more
-// to each, and have four neighbouring columns at a time, so that stores are coalesced. The stage
-// and the statistics may be written again after the caller's next barrier.
+// `stage` is a free stage of the ring. Each row then gets eight or more threads, which have four
+// neighbouring columns at a time, so that stores are coalesced. The stage and the statistics may be
+// written again after the caller's next barrier.
 template <typename Config, typename Tile, typename Sink>
 __device__ void combine_warps(const Tile& tile, const OnlineSoftmax<Config>& softmax,
                               const OutputRows& rows, int head_dim_v, char* shared, char* stage,

@@ -29,9 +29,9 @@ class Loader {
   __device__ Loader(const LaunchParams& params, const OutputCursor<Config>& first, char* shared)
       : params_(params), queries_(shared + Config::kQueries), next_(first) {}
 
-  // Requests tiles into the ring's free stages, as far as those of output `last_output`, counted
-  // over the outputs of which the block has tiles. There is room for the queries of no more than
-  // the current output and the next. To be called by whole warps, whose lanes may come back apart.
+  // Requests tiles into the ring's free stages, up to the tiles of output `last_output`, counted
+  // over the outputs that the block has tiles of. There is room for the queries of no more than the
+  // current output and the next. To be called by whole warps, whose lanes may come back apart.
   __device__ void fill(Ring<Config>& ring, int last_output) {
     while (ring.has_free_stage() && next_.output_number() <= last_output) {
       if (!next_.begins_output() || begin_output()) {
@@ -219,7 +219,7 @@ class Loader {
     return Copies::chunk(i) * kChunkElements<Cached> < head_dim;
   }
 
-  // The first column of copy i, or of a chunk that there is; and how far it is from that of copy 0.
+  // The first column of copy i, or of a chunk that exists; and its distance from that of copy 0.
   static __device__ int column(int head_dim, int i) {
     return is_in(head_dim, i) ? Copies::chunk(i) * kChunkElements<Cached> : 0;
   }

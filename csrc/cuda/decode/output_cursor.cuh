@@ -108,7 +108,7 @@ class TileCursor {
   // before all of them.
   __device__ bool begins_output() const { return tile_ == tile_begin_; }
 
-  // The number of the tile's output among the outputs of which the block has tiles; beyond all
+  // The number of the tile's output among the outputs that the block has tiles of; beyond all
   // numbers when the tiles are done.
   __device__ int output_number() const { return output_number_; }
 

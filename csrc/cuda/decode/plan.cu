@@ -11,7 +11,7 @@
 namespace tree_attention::cuda {
 namespace {
 
-// Bytes of shared memory that the system takes of each block, besides what the block asks for.
+// Bytes of shared memory that the system takes for each block, in addition to what it asks for.
 constexpr int kSystemSharedBytes = 1024;
 
 // One tile is under way while another one is worked on.

@@ -11,13 +11,13 @@ namespace tree_attention::cuda {
 
 template <typename Config, typename Element>
 struct QueriesAsFloat16 {
-  // Where queries are bfloat16, those of a row become float16 in units of a power of two, in which
-  // the row's largest is less than 2^15. Elements down to 2^-31 of it are exact, and none is off by
+  // Queries in bfloat16 become float16 in units of a power of two for each row, in which the row's
+  // largest is less than 2^15. Elements down to 2^-31 of it are exact, and none is off by
   // more than 2^-39 of it.
   static constexpr bool kHasUnits = std::is_same_v<Element, BFloat16>;
 
   // For four neighbouring lanes at a time the unit of their row. It is the same in all column
-  // groups, whose products are added; `queries` are those of this one's.
+  // groups, whose products are added; `queries` are this column group's.
   static __device__ float unit_of_row(const char* queries, int row) {
     queries -=
         WarpGroups<Config>().column * Config::kWarpColumns * static_cast<int>(sizeof(Element));

@@ -22,7 +22,7 @@ constexpr float kNoMaximum = std::numeric_limits<float>::lowest();
 template <typename Fragments>
 class RowScores {
  public:
-  // `keys` are those of the whole output. Rows that do not exist see every key, so that they ask
+  // `keys` are the keys of the whole output. Rows that do not exist see every key, so that they ask
   // for no mask.
   __device__ RowScores(const LaunchParams& params, const OutputRows& rows, const Keys& keys,
                        int first_row)

@@ -30,8 +30,8 @@ struct TileRows {
     return row * kBytes + (chunk ^ turn(row)) * 16;
   }
 
-  // The address of row + rows, chunk + chunks where `address` is that of row, chunk. No bit may be
-  // set in both of the summands, and the tile must begin at a multiple of 128 bytes.
+  // The address of (row + rows, chunk + chunks), if `address` is the address of (row, chunk). No
+  // bit may be set in both of the summands, and the tile must begin at a multiple of 128 bytes.
   static TREE_ATTENTION_HOST_DEVICE uint32_t moved(uint32_t address, int rows, int chunks) {
     const int low = chunks % kTurns;
     return (address ^ (turn(rows) ^ low) * 16) + rows * kBytes + (chunks - low) * 16;
@@ -90,7 +90,7 @@ struct TileConfig {
   static constexpr int kValueScales = kKeyScales + kScaleBytes;
   static constexpr int kStageBytes = kValueScales + kScaleBytes;
 
-  // Queries of 16 bits move to registers, but for those of 64 rows of latents, which o fills.
+  // Queries of 16 bits move to registers, except with 64 rows of latents: there o fills them.
   // Others are read from shared memory for each tile, and the next output's queries need a place of
   // their own: where there is none, nothing of the next output is requested before this one ends.
   static constexpr bool kQueriesInRegisters = sizeof(Element) == 2 && kWarpColumns <= 128;
@@ -98,7 +98,7 @@ struct TileConfig {
   static constexpr bool kFetchesNextOutput = kQueriesInRegisters || kQuerySlots > 1;
   static constexpr int kQueryBytes = kRows * QueryRows::kBytes;
 
-  // Products that column groups exchange: those of a thread for 32 keys.
+  // Products that column groups exchange: the products of a thread for 32 keys.
   static constexpr int kProductBytes = kColumnGroups > 1 ? kThreads * 64 : 0;
   static constexpr int kScratchBytes = std::max(kFixupScratchBytes, kProductBytes);
   static constexpr int kStatisticsBytes =

@@ -38,8 +38,8 @@ class TileMma : public WarpTile<Config, TileMma<Config, Element>> {
   using Weights = WeightsOf16Bits<Element>;
 
  public:
-  // A step must not hold more scores than registers allow beside o: with 64 rows of latents o takes
-  // 128, and steps of 32 keys would spill.
+  // A step must not hold more scores than fit into the registers that o leaves: with 64 rows of
+  // latents o takes 128, and steps of 32 keys would spill.
   static constexpr int kMaxStepKeys = Config::kWarpColumns > 128 ? 16 : 32;
 
   // s [16, 8 kBlocks] = q [16, columns] k [8 kBlocks, columns]^T for the columns that the warp

@@ -19,7 +19,8 @@ class TileMma8Bits : public WarpTile<Config, TileMma8Bits<Config, Element>> {
   static constexpr bool kHasUnits = Queries::kHasUnits;
 
  public:
-  // A step must not hold more scores than registers allow beside o, the queries and their units.
+  // A step must not hold more scores than fit into registers together with o, the queries and
+  // units.
   static constexpr int kMaxStepKeys =
       Config::kWarpColumns > 64 && (kHasUnits || Config::kColumnGroups > 1) ? 16 : 32;
 

@@ -97,7 +97,7 @@ class Units {
 #pragma unroll
       for (int i = 0; i < kRangesInFlight; ++i) {
         keys[i] = clamped_range(range, seqlen_k);
-        // Behind the last range comes the last again, which adds nothing.
+        // After the last range comes the last again, which adds nothing.
         if (token + i + 1 < num_tokens) range += stride;
       }
 #pragma unroll

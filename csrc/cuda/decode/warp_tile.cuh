@@ -64,8 +64,8 @@ class WarpTile {
   static constexpr int kQueryRegisters = Fragments::kRows / 4;  // of 16 columns
   static constexpr int kChunkStep = 2 * Config::kPieceStep;     // of 16 bits, from piece to piece
 
-  // The first chunk of 16 bits that the warp multiplies: where the column groups take pieces in
-  // turn, that of its group.
+  // The first chunk of 16 bits that the warp multiplies. If the column groups take pieces in turn,
+  // it is the first chunk of the warp's group.
   static __device__ int first_chunk() {
     if constexpr (Config::kPieceStep == 1) return 0;
     return 2 * WarpGroups<Config>().column;

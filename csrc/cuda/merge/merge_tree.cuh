@@ -43,8 +43,8 @@ struct LoadedParts {
     }
   }
 
-  // Merges these parts, of which there is at least one; merge(a, b, i) merges the state b of the
-  // parts from i on into a.
+  // Merges these parts, at least one; merge(a, b, i) merges b, the state of the parts from i on,
+  // into a.
   template <typename Index, typename MergeInto>
   __device__ __forceinline__ const State& merge_all(Index first, Index num_parts,
                                                     const MergeInto& merge) {

@@ -12,8 +12,8 @@ __host__ __device__ int64_t num_ranges(const RangeParams& p) {
   return p.batch * p.seqlen_q * p.num_ranges;
 }
 
-// Finds the place of range `i` among those of its query by a look at all of them: a sort would need
-// shared memory, and there are few.
+// Finds the place of range `i` among the ranges of its query by looking at all of them: a sort
+// would need shared memory, and the ranges are few.
 __device__ void split_range(const RangeParams& p, int64_t i) {
   const int64_t own = i % p.num_ranges, query = i / p.num_ranges;
   const int64_t token = query % p.seqlen_q, batch = query / p.seqlen_q;

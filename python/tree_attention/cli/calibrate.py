@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(world: World, device: torch.device, seconds: float, out: Path, console: Console) -> None:
-    """Measures; rank 0 writes `out` and, where matplotlib is installed, a picture beside it."""
+    """Measures; rank 0 writes `out` and, where matplotlib is installed, a picture next to it."""
     comm = get_communicator()
     bars = Console(stderr=True)
     with Progress(console=bars, transient=True, disable=not world.root) as bar:

@@ -87,14 +87,14 @@ def load_tokenizer(path: Path) -> Any:
     check_checkpoint(path)
     with damages_named(path):
         check_config_file(path / "config.json", "the configuration")
-        # Nothing beside the weights is run: neither Python files nor pickles.
+        # Nothing in the directory is run: neither Python files nor pickles.
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 @contextmanager
 def damages_named(path: Path) -> Iterator[None]:
-    """Turns errors of loading into one sentence with the name of the checkpoint, but for those of
-    other ranks and of models that cannot be split."""
+    """Turns errors of loading into one sentence with the name of the checkpoint. Errors of other
+    ranks, and of models that cannot be split, stay as they are."""
     try:
         yield
     except Exception as error:  # damaged files are errors of every kind, of three libraries

@@ -396,8 +396,8 @@ def send(messages: io.BufferedRWPair, message: dict[str, Any]) -> None:
 
 
 def receive(messages: io.BufferedRWPair, may_end: bool = False) -> dict[str, Any]:
-    """The next message, of which nothing is believed before it is read as JSON; `may_end`: nothing
-    where there is none."""
+    """Return the next message, once it is read as JSON; with `may_end` nothing at the end of the
+    stream, which is else an error."""
     line = messages.readline(MAX_BYTES)
     if not line and may_end:
         return {}

@@ -395,7 +395,7 @@ def load_model(arguments: argparse.Namespace, world: World, device: torch.device
     dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     path, size = arguments.model, arguments.tensor_parallel_size
     options = {"prefill": arguments.prefill, "timeout": arguments.timeout}
-    # Prompts are dealt to ranks which have all weights.
+    # Prompts are split over ranks only if each has all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
     scheme = None if arguments.weight_dtype == "auto" else arguments.weight_dtype
     if (world.size > 1 and can_split) or scheme is not None:

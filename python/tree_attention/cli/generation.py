@@ -22,7 +22,7 @@ from ..hf.release import CACHE_NAME
 from ..weights.split import mesh_of
 from .usage import plain_console
 
-# Below them a rate is that of the set-up, or of chance.
+# With fewer tokens a rate would show the time of the set-up, or chance.
 _FEWEST_PROMPT_TOKENS, _FEWEST_NEW_TOKENS = 256, 16
 
 

@@ -104,8 +104,8 @@ class Rank:
 
     @property
     def failed_at(self) -> tuple[bool, float]:
-        """By which the first failure is found: a rank that was killed says nothing, and others
-        that miss it may be quick to say so."""
+        """Sorts ranks by which failed first. A rank that was killed comes before others, because it
+        reports nothing, and ranks that miss it may report that quickly."""
         was_killed = self.process.returncode < 0
         error = self.error() or {}
         return not was_killed, float(error.get("extraInfo", {}).get("time", self.ended))

@@ -253,7 +253,7 @@ def same_on_all_ranks(*tensors: Tensor) -> bool:
 def check_huggingface(path: Path | None) -> Iterator[Check]:
     """Checks that greedy tokens equal those of plain HuggingFace, which every rank computes too.
 
-    They are of a random model, then of the checkpoint in `path`, if any.
+    It takes a random model, and then the checkpoint in `path`, if there is one.
     """
     name = "random Llama, padded batch"
     if importlib.util.find_spec("transformers") is None:

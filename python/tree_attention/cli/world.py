@@ -33,15 +33,15 @@ from .usage import INTERRUPTED, UsageError, check_seconds, report
 
 # Processes of one job start within seconds, but a cold file system may take minutes to load them.
 RENDEZVOUS_SECONDS = 300.0
-# After which a rank says for whom it waits.
+# Seconds after which a rank reports for whom it waits.
 _SILENT_SECONDS = 10.0
-# For which the name of rank 0's host may still be unknown: clusters announce names of new hosts.
+# Seconds for which the name of rank 0's host may be unknown: clusters announce new hosts late.
 _NAME_SECONDS = 10.0
-# After which a rank looks again whether rank 0 has begun another meeting.
+# Seconds after which a rank looks again whether rank 0 has begun another meeting.
 _LOOK_SECONDS = 0.5
 _MAX_RANKS = 1 << 20
 _HOST_OF_RANK_0 = "MASTER_ADDR", "the name or the address of rank 0's host"
-# How long an interrupted rank, which may serve the store, waits for the others to read why.
+# Seconds that an interrupted rank, which may serve the store, leaves the others to read why.
 _PARTING_SECONDS = 0.5
 
 

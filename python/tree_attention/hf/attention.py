@@ -51,10 +51,10 @@ def tree_attention_forward(
     """Attends to the keys of a `TreeCache` on all its ranks, or to plain tensors on this one alone.
 
     Like every attention function of transformers, it takes `query [batch, num_heads_q, seqlen_q,
-    head_dim]`, in a split forward pass of this rank's tokens, and returns `[batch, seqlen_q,
-    num_heads_q, head_dim]`, of a model whose weights are split this rank's heads, and no weights.
-    `s_aux [num_heads_q]` are attention sinks: scores in the softmax's denominator alone.
-    `alibi_slopes [num_heads_q]` are those of `lean_decode`.
+    head_dim]` and returns `[batch, seqlen_q, num_heads_q, head_dim]`, and None in place of
+    attention weights. In a split forward pass the tokens are this rank's. If the model's weights
+    are split, the returned heads are this rank's. `s_aux [num_heads_q]` are attention sinks, scores
+    in the softmax's denominator alone. `alibi_slopes [num_heads_q]` are as in `lean_decode`.
     """
     ranges = _checked(query, attention_mask, dropout, kwargs)
     query = as_autocast(query)

@@ -55,8 +55,8 @@ def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
 
 
 def _check_order(op: str, model: PreTrainedModel, num_layers: int) -> None:
-    """Raises ValueError where layers run in another order than that of their places in a cache, the
-    last of which ends a forward pass."""
+    """Raises ValueError if layers run in another order than they have in the cache, whose last
+    layer ends a forward pass."""
     for layers in model.modules():
         if isinstance(layers, torch.nn.ModuleList):
             numbers = [_layer_idx(layer) for layer in layers[:num_layers]]

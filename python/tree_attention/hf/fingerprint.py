@@ -33,7 +33,8 @@ _NOT_COMPARED = ("architectures", "dtype", "transformers_version")
 def settings_of(kind: str, config: GenerationConfig | PreTrainedConfig) -> Signature:
     """The settings of a generation or a model by name, for ranks to compare."""
     settings = _compared(config.to_dict())
-    # The first one that differs is named, and lengths of sequences follow from those of new tokens.
+    # The error names the first setting that differs. max_length and min_length come last, because
+    # they follow from the numbers of new tokens.
     names = sorted(settings, key=lambda name: name in ("max_length", "min_length"))
     return tuple((f"{kind} setting {name}", describe(settings[name])) for name in names)
 
@@ -67,7 +68,7 @@ def describe(value: Any, with_attributes: bool = False) -> str:
     A value is a number, a string, a tensor or a collection of these, whole. Of a function only the
     name counts, as ranks run one program, and what it does shows in the tokens; of any other object
     only the kind, because a model or a process group differs from rank to rank. With attributes,
-    those of `value` itself count as well, but for names with a leading underscore.
+    the attributes of `value` count as well, unless their names begin with an underscore.
     """
     entries_left = _MAX_ENTRIES
 

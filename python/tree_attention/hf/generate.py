@@ -2,8 +2,8 @@
 """`generate` of an enabled model: one function for each method of the model that is replaced.
 
 They refuse what cannot work, compare the ranks before the first step and at the end, make the
-cache, and check the steps. `REPLACEMENTS` has them by the name of the method: each is given the
-options of `enable`, the method in whose place it is, bound, and the model.
+cache, and check the steps. `REPLACEMENTS` has them by the name of the method. Each is given the
+options of `enable`, the bound method that it replaces, and the model.
 """
 
 import inspect
@@ -121,7 +121,7 @@ def generate(
 
 
 def _meet(setup: Setup, op: str, *signature: tuple[str, object]) -> None:
-    """Compares `op` with that of the other ranks, also of those that are still in a step."""
+    """Compares `op` with the call of every other rank, also of a rank that is still in a step."""
     setup.comm.agree(signature, setup.shard.timeout, op)
 
 
@@ -241,7 +241,7 @@ def prepare_inputs(
     _check_prepared(setup, model)
     cache, has_whole_text = kwargs.get(CACHE_NAME), setup.calls.current.has_whole_text
     # Other kinds of decoding leave out what a given cache holds by themselves, and the first
-    # step of transformers' assisted one feeds the whole text behind it (5.23).
+    # step of transformers' assisted one feeds the whole text after it (5.23).
     is_whole = setup.calls.current.is_assisted and kwargs.get("next_sequence_length", 0) is None
     if is_whole and isinstance(cache, TreeCache) and has_whole_text:
         num_cached = int(cache.get_seq_length())
@@ -340,7 +340,7 @@ def _set_chunk_size(
         return
     size = setup.prefill_chunk_size if may_be_chunked(model.config) else None
     if generation_config.output_hidden_states:
-        size = None  # transformers returns those of the last chunk alone
+        size = None  # transformers returns the hidden states of the last chunk alone
     if size is not None and splits_prompts(model, model_kwargs):
         size *= setup.shard.world_size
     if generation_config.prefill_chunk_size is None:

@@ -66,7 +66,7 @@ class KeyRanges:
         return self._once(key, lambda: layout.count(rank, self.ranges) - dropped)
 
     def whole(self, dropped: int = 0) -> Tensor:
-        """The ranges in slots of unsharded keys, the first of which is `kv_offset + dropped`."""
+        """The ranges in slots of unsharded keys, which begin with slot `kv_offset + dropped`."""
         first = self.kv_offset + dropped
         return self._once((first,), lambda: (self.ranges - first).clamp_(min=0))
 
@@ -189,8 +189,8 @@ def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_steps_after(attention_mask: Tensor, num_cached: int) -> None:
-    """Raises NotImplementedError where tokens that follow a padding mask would have a hole before
-    them, as where prompts are padded behind."""
+    """Raises NotImplementedError if tokens after a padding mask would have a hole before them, for
+    example if prompts are padded on the right."""
     followed = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
     if bool(_visible_run(followed)[2]):
         raise NotImplementedError(f"generate: {_describe_hole(followed, num_cached)}")

@@ -79,7 +79,7 @@ class Split:
 
     @property
     def _parts(self) -> int:
-        """Number of ranks among which weights are dealt."""
+        """Number of ranks that split the weights: 1 if every rank has all of them."""
         return self.p if self.has_split_weights else 1
 
     @property
@@ -97,7 +97,7 @@ class Split:
         ):
             return "refused"  # by `hf`; the model says why
         divides = p % model.kv_heads == 0 or model.kv_heads % p == 0
-        # Heads are dealt whole, and as many to each.
+        # Each rank gets whole heads, and every rank gets equally many.
         if self.form == TENSOR and not (divides and all(x.heads % p == 0 for x in model.attention)):
             return "uneven"
         return ""
@@ -126,7 +126,7 @@ class Split:
 
     @property
     def _sums(self) -> int:
-        """Number of activations that ranks add up in a forward pass, beside the embedding."""
+        """Number of activations that ranks add up in a forward pass, without the embedding."""
         if self.form == TENSOR:
             return 2 * self.model.layers
         return self.has_split_weights * self.model.sums
@@ -173,7 +173,7 @@ class Split:
         return self._merge_bytes(states) + sums + logits
 
     def token_seconds(self, hosts: Hosts) -> Seconds:
-        """Time of a new token of every sequence behind `work.context` tokens."""
+        """Time of one new token of every sequence, after `work.context` tokens."""
         model, weights, sequences = self.model, self.model.weights, self.work.sequences
         head, experts = weights.head / self._parts, weights.experts / self._parts
         read = self._layer_bytes + weights.itemsize * head
@@ -191,7 +191,7 @@ class Split:
         return self._seconds(hosts, read, operations, rounds, self.token_bytes)
 
     def _chunk_bytes(self, layers: Attention, begin: int, tokens: int) -> float:
-        """Bytes that a rank sends in a layer for a chunk of a prompt behind `begin` tokens."""
+        """Bytes that a rank sends in a layer for a chunk of a prompt after `begin` tokens."""
         states = tokens * layers.state_bytes(layers.value)
         if self.has_split_weights:
             return self._merge_bytes(states)
@@ -213,7 +213,7 @@ class Split:
         sent = self._sums * sum(sum_bytes(n * model.hidden * BF16, self.p) for _, n in chunks)
         for x in model.attention:
             attention = 2 * x.heads * (x.key + x.value) * x.pairs(context)
-            # Every chunk makes keys and values from the latents again, a rank those of its slots.
+            # For every chunk each rank makes keys and values from the latents of its slots again.
             expanded = sum(x.seen(begin) + n for begin, n in chunks)
             operations += x.layers * (attention + x.expansion * expanded) / self.p
             sent += x.layers * sum(self._chunk_bytes(x, *chunk) for chunk in chunks)
@@ -255,7 +255,7 @@ class Plan:
         return self.split(form).obstacle or "no room" * is_too_large
 
     def best(self) -> str | None:
-        """The form that gives new tokens soonest, of equal ones the one with the sooner prompt."""
+        """The form with the least time per token; of equal ones, that with the fastest prompt."""
         able = [form for form in ALL_FORMS if not self.refusal(form)]
         prefill = {form: self.split(form).prefill_seconds(self.hosts).total for form in able}
         return min(able, key=lambda form: (self._token_seconds(form), prefill[form]), default=None)
@@ -270,7 +270,7 @@ class Plan:
         return max(0, fitting - 1)
 
     def break_even(self, sharded: str, other: str) -> int | None:
-        """The shortest context behind which `sharded` gives a token sooner than `other` does."""
+        """The shortest context after which a token takes less time with `sharded` than `other`."""
         seconds = self._token_seconds
         found = bisect_left(_CONTEXTS, True, key=lambda n: seconds(sharded, n) < seconds(other, n))
         return found if found <= MAX_CONTEXT else None

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 BF16, FP32 = 2, 4  # bytes of a weight, an activation, a key; of a partial state
-# Bytes of a key's or value's element, and of the scale that goes with those of a token and head.
+# Bytes of an element of a key or value, and bytes of the scale of each token and head.
 KV_DTYPES = {"bf16": (BF16, 0), "int8": (1, FP32), "fp8": (1, FP32)}
 # Bytes of a weight in linear layers and experts; of int4, with a scale for 128 of them.
 WEIGHT_DTYPES = {"bf16": BF16, "int8": 1, "int4": 0.5 + BF16 / 128}
@@ -29,7 +29,7 @@ class Attention:
     latent: tuple[int, int] | None = None  # kv_lora_rank, and columns of the key all heads share
 
     def seen(self, context: int) -> int:
-        """Number of tokens that a new one sees; some more behind a window are kept."""
+        """Number of tokens that a new one sees. A cache keeps some more before the window."""
         return context if self.window is None else min(context, self.window)
 
     def pairs(self, context: int) -> float:
@@ -65,13 +65,13 @@ class Weights:
 
     q: int = 0  # projections of queries: split by heads
     kv: int = 0  # projections of keys and values: split by heads, as far as these go
-    split: int = 0  # other matrices in layers, of which every rank has a part
+    split: int = 0  # other matrices in layers: every rank has a part of each
     whole: int = 0  # matrices that every rank has: of layers with a state, of latents, of routers
     vectors: int = 0  # norms, and biases of these
     head: int = 0  # the matrix that makes logits, which the embedding may be as well
-    embedding: int = 0  # of which one row a token is read; 0: it is the head
+    embedding: int = 0  # read one row per token; 0: the head is used
     tables: int = 0  # other embeddings, as of positions, that every rank has
-    experts: int = 0  # of each of which every rank has a part
+    experts: int = 0  # every rank has a part of each expert
     num_experts: int = 1  # in a layer
     chosen: int = 1  # of these, by a token
     itemsize: float = BF16  # bytes of a weight
@@ -109,7 +109,7 @@ class Model:
     attention: tuple[Attention, ...]
     weights: Weights
     layers: int  # of all kinds
-    sums: int  # that ranks add up in a forward pass, beside the embedding, if weights are split
+    sums: int  # activations that ranks with split weights add up in a pass, without the embedding
     kv_dtype: str = "bf16"
     states_bytes: int = 0  # of layers with a state in place of keys, for a sequence of any length
     not_split: str = ""  # why the weights cannot be split, in a sentence
@@ -118,12 +118,12 @@ class Model:
 
     @property
     def kv_heads(self) -> int:
-        """The most ranks among which the heads of keys and values of every layer can be dealt."""
+        """The most ranks that can split the KV heads of every layer."""
         return math.gcd(*(layers.kv_heads for layers in self.attention))
 
     @property
     def cut_heads(self) -> int:
-        """The most ranks among which the projections of heads can be dealt; latents serve all."""
+        """The most ranks that can split the projections of heads; latents serve all heads."""
         return math.gcd(*(x.heads if x.latent else x.kv_heads for x in self.attention))
 
 

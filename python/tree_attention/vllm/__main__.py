@@ -165,7 +165,7 @@ def leave_as(watch: Watch | None, *, was_told: bool) -> NoReturn:
 
 
 def end_children() -> None:
-    """Kills the processes that vLLM has started here, of which some may wait for a lost host."""
+    """Kills the processes that vLLM has started here; some may wait for a lost host."""
     import psutil  # which vLLM requires
 
     for process in psutil.Process().children(recursive=True):
@@ -268,7 +268,7 @@ def prepare(asked: Namespace) -> Watch | None:
 
 
 def processes_of(asked: Namespace) -> int:
-    """The number of vLLM's processes on this host that compute: those of its engines, in turn."""
+    """The number of vLLM's processes on this host that compute, over all its engines."""
     num_engines = asked.data_parallel_size
     alone = asked.data_parallel_rank is not None or asked.data_parallel_multi_port_external_lb
     if asked.nnodes == 1 and alone:
@@ -280,7 +280,7 @@ def processes_of(asked: Namespace) -> int:
 
 
 def in_place(cpus: Iterable[int], root: Path = Path("/sys/devices/system/cpu")) -> list[int]:
-    """Processors by socket and core; Linux numbers second threads behind all first ones."""
+    """Processors by socket and core; Linux numbers second threads after all first threads."""
 
     def place(cpu: int) -> tuple[int, ...]:
         names = (root / f"cpu{cpu}/topology" / n for n in ("physical_package_id", "core_id"))

@@ -109,7 +109,7 @@ def write_slots(
     PAD_ID: int,
     **others: object,
 ) -> None:
-    """Writes `block * block_size + offset` of each new token, PAD_ID for those of other ranks."""
+    """Writes `block * block_size + offset` of each new token, PAD_ID for tokens of other ranks."""
     layout = BlockCyclic(TOTAL_CP_WORLD_SIZE, CP_KV_CACHE_INTERLEAVE_SIZE)
     lens = query_start_loc.long().diff()
     request = torch.arange(len(lens)).repeat_interleave(lens)

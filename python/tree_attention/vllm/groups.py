@@ -2,9 +2,9 @@
 """Collectives of vLLM's groups of processes, by this library's exchange where hosts are several.
 
 vLLM makes a `CpuCommunicator` for each group (tensor, context, pipeline and expert parallelism).
-Where the processes of a group share memory, vLLM's own collectives stay; elsewhere it uses Gloo,
-in whose place the exchanges of a `Communicator` are called: the same bits on all ranks, and a
-deadline on each.
+Where the processes of a group share memory, vLLM's own collectives stay. Elsewhere vLLM uses
+Gloo, and this module calls the exchanges of a `Communicator` instead: they give the same bits on
+all ranks, and each has a deadline.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def _arrivals(
 
 
 def _compare(note: Mapping[str, Any], other: Mapping[str, Any], rank: int) -> None:
-    """Raises ValueError where two notes differ, of which the second is of the host `rank`."""
+    """Raises ValueError if `note` differs from `other`, the note of host `rank`."""
     if bool(note.get("is loopback")) != bool(other.get("is loopback")):
         alone = note if note.get("is loopback") else other
         raise ValueError(

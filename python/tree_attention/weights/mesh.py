@@ -23,8 +23,8 @@ from .parts import Range
 # A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned.
 _GRANULE = 16
 
-# Every sub-group has connections and threads of its own, so models share those of their group. By
-# the group and the sub-group's ranks in the world.
+# Every sub-group has connections and threads of its own, so the models of one group share its
+# sub-groups. The keys are the group, and a sub-group's ranks in the world.
 _sub_groups: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], ProcessGroup]]
 _sub_groups = WeakKeyDictionary()
 # The column of each context group of split heads, and the number of columns.

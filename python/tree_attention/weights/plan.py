@@ -63,7 +63,7 @@ class WeightPlan:
     summed: list[str] = field(default_factory=list)  # modules that are added up over the ranks
     # Norms over features that are split, and how many ranks hold the same of them.
     norms: dict[str, int] = field(default_factory=dict)
-    # Attributes whose values differ from those of the whole module.
+    # Attributes that have other values than in the whole module.
     sizes: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     silent: list[str] = field(default_factory=list)  # give zeros here, as the first rank does them
     # Weights of linear layers, and tensors of experts, that may have fewer bits.

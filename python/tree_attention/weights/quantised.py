@@ -3,7 +3,7 @@
 
 An int8 weight has a scale for each output, an int4 weight one for each 128 inputs of an output, and
 both are symmetric. A rank quantises its part with the scales of the whole rows, so that the numbers
-are those of one rank. Products are those of `linear_of_experts`, with one expert.
+equal those of one rank. Products are calls of `linear_of_experts` with one expert.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Quantised(NamedTuple):
 
     data: Tensor
     scale: Tensor
-    front: int = 0  # inputs of zeros that the product of 4 bits needs before those of this rank
+    front: int = 0  # inputs of zeros that a product of 4 bits needs before this rank's inputs
 
 
 class Matrix:
@@ -87,7 +87,7 @@ class Matrix:
 
     def _to_int4(self, dtype: torch.dtype) -> Quantised:
         begin, end = self._inputs
-        # Inputs of zeros before and behind those of this rank, and the size of groups.
+        # Inputs of zeros before and after this rank's inputs, and the size of groups.
         front, back = begin % _SIZES_OF_GROUPS[-1], -end % _SIZES_OF_GROUPS[-1]
         size = next(
             x for x in _SIZES_OF_GROUPS if (begin - front) % x == 0 and (end + back) % x == 0

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`TreeCache`: a transformers cache of which each rank holds a part."""
+"""`TreeCache`: a cache for transformers that is spread over ranks."""

@@ -124,7 +124,7 @@ class StaticTreeCacheLayer(TreeCacheLayer):
 
     def get_seq_length(self) -> Tensor | int:  # type: ignore[override]
         length = self.progress.length
-        return 0 if length is None else length.clone()  # that of the cache goes on
+        return 0 if length is None else length.clone()  # the cache's own is changed in place
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.progress.max_length, 0
@@ -135,7 +135,7 @@ class StaticTreeCacheLayer(TreeCacheLayer):
     get_max_cache_shape = get_max_length  # its name before transformers 5.17
 
     def cut(self, length: int) -> None:
-        if self.number == self.progress.num_layers - 1:  # the length is that of all layers
+        if self.number == self.progress.num_layers - 1:  # all layers share one length
             super().cut(length)
 
 

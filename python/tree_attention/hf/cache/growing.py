@@ -102,11 +102,11 @@ class TreeCacheLayer(CacheLayerMixin):
     v_scale: Tensor
 
     def __init__(self, shard: Shard, growth: int, kv_dtype: torch.dtype | None = None) -> None:
-        # Not that of transformers, which sets `keys` and `values`, properties here.
+        # transformers' own __init__ is not called: it sets `keys` and `values`, properties here.
         self.is_initialized = False
         self.shard = shard
         self.growth = growth
-        self.kv_dtype = kv_dtype  # of 8 bits; None: that of the model's keys
+        self.kv_dtype = kv_dtype  # int8 or float8_e4m3fn; None: the dtype of the model's keys
         self.length = 0  # of the sequence, on all ranks together
         self.reserved = 0  # local slots for which the next allocation makes room
         self.handle = KVShard(self)
@@ -265,7 +265,7 @@ class TreeCacheLayer(CacheLayerMixin):
         return False
 
     def first_kept(self, first: int, length: int) -> int:
-        """The first slot that the layer holds once it was given those of [first, length)."""
+        """The first slot that the layer holds after it was given the slots [first, length)."""
         return first
 
     def capacity(self, num_slots: int) -> int:

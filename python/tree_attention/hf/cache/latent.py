@@ -82,7 +82,7 @@ def attend_to_latents(
     if not _pays_to_expand(module, query, layer):
         o, lse = attend(_absorb(module, query), layer, is_head_sharded)
         return _expand(module, o, weight[slice(*own_heads or (None,))]), lse
-    # Columns of keys without a position are there twice: beside the values, and in the keys.
+    # Columns of keys without a position exist twice: next to the values, and in the keys.
     columns = 2 * module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
     head_bytes = query.shape[0] * layer.kv_length * columns * query.itemsize
     heads = max(1, _MAX_EXPANDED_BYTES // head_bytes)
@@ -125,8 +125,9 @@ class _ExpandedLayer:
 
 def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
     """True where keys and values of all heads need fewer multiplications than absorbed queries."""
-    # For a head and a slot these are, of `n` queries, `n * (nope + rope + v)` after the
-    # `rank * (nope + v)` that make them, beside `n * (rank + rope + rank)`. The same on all ranks.
+    # Multiplications for a head, a slot and `n` queries: `rank * (nope + v)` make the keys and
+    # values and `n * (nope + rope + v)` use them; absorbed queries take `n * (rank + rope + rank)`.
+    # All ranks decide alike.
     split = current_token_split()
     num_queries = query.shape[2] if split is None else split.length // layer.shard.world_size
     rank, columns = layer.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim

@@ -76,8 +76,8 @@ class Shard:
 
     def most(self, length: int) -> int:
         """A bound on the number of slots that this rank keeps of any run of `length`."""
-        # Where blocks are dealt anew the first rank has most of them. Other layouts may give a rank
-        # the whole run.
+        # Of blocks that the ranks get in turn, the first rank has the most. Other layouts may give
+        # a rank the whole run.
         return self.layout.count(0, length) if isinstance(self.layout, BlockCyclic) else length
 
     def check_holds(self, length: int) -> None:
@@ -90,8 +90,10 @@ class Shard:
             )
 
     def slots(self, begin: int, end: int, device: torch.device, *, is_own: bool) -> Tensor:
-        """The local slots of global ones, -1 for those of other ranks, which `is_own` leaves out;
-        int64, computed once for all layers."""
+        """The local slots of the global slots in [begin, end), int64, computed once for all layers.
+
+        A slot of another rank is -1, or is left out with `is_own`.
+        """
         key = (begin, end, device, is_own)
         # A graph that looked at what is remembered would be compiled again for a call without it.
         # Once: threads whose caches are copies of each other share this object.

@@ -69,8 +69,11 @@ class TokenSplit:
         self.shard.exchange("prefill", self._signature, receive, send, self.device)
 
     def rows_of_owner(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of the chunk's slots that this rank keeps, in order, from those of
-        the tokens that it computed, `[batch, num_heads_kv, tokens, head_dim]`."""
+        """The keys and values of the chunk's slots that this rank keeps, in the order of slots.
+
+        Given the keys and values of the tokens that it computed, `[batch, num_heads_kv, tokens,
+        head_dim]`, it exchanges them with the other ranks.
+        """
         if self.is_by_owner:
             return keys, values
         rows = self._moves.apply("prefill", self._signature, torch.cat((keys, values), dim=3))

@@ -93,7 +93,7 @@ class WindowLayer(TreeCacheLayer):
                 f"most {MARGIN} tokens, got {num_tokens}; compile that of one token alone"
             )
         seen, length = copy.copy(self), self.length
-        # Where the tokens of a shorter pass are split, `crop` can go back behind their window.
+        # If the tokens of a shorter pass are split, `crop` can go back to before their window.
         seen.page_size = 0
         seen.first = max(
             self.first_kept(self._first, length),

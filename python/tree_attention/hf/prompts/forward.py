@@ -85,7 +85,7 @@ def splits_prompts(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> b
 def rope_of_all_positions(config: PreTrainedConfig) -> str | None:
     """The type of a rotary embedding that turns a token otherwise in another chunk, or None."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    # A configuration may have those of each type of layer.
+    # A configuration may have rope parameters for each type of layer.
     for each in (parameters, *parameters.values()):
         if isinstance(each, Mapping) and each.get("rope_type") in _ROPES_OF_ALL_POSITIONS:
             return str(each["rope_type"])

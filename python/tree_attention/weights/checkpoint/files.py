@@ -24,8 +24,9 @@ _MOST = {"layer": 1000, "head": 10_000, "expert": 10_000, **dict.fromkeys(_POSIT
 _MOST_OF_OTHERS = (1 << 63) - 1
 
 
-# What may be in a directory in place of safetensors files of the names of transformers, by pattern,
-# and how to come from it to these. What is published beside others comes last.
+# Files that a directory may have in place of safetensors files with transformers' names, by
+# pattern, and how to convert them. Files that are often published next to another of these come
+# last.
 _SAVE = "and then call save_pretrained(directory) once and give that, or parallelize(model)"
 _LOAD = "AutoModelForCausalLM.from_pretrained(path{}), " + _SAVE
 _OTHER_FILES = {

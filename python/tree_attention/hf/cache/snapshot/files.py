@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A `TreeCache` in a directory: a safetensors file per rank, and an index that names them.
 
-A save writes files of new names beside those of the last one, and then replaces the index, which
-alone says what belongs together: whoever is interrupted leaves the last save whole.
+A save writes files with new names, keeps the files of the last save, and then replaces the index,
+which alone says what belongs together. So an interrupted save leaves the last one whole.
 """
 
 import copy
@@ -94,7 +94,7 @@ def restore(empty: Cache, directory: str | os.PathLike[str]) -> Cache:
                 index = read_index(path, cache)
                 _read_tensors(cache, path, index)
                 break
-            except FileNotFoundError:  # maybe a save beside it has replaced the index since
+            except FileNotFoundError:  # maybe a save at the same time has replaced the index
                 if number == _READINGS:
                     raise
             except OSError as error:  # of the system, which knows of no TreeCache
@@ -167,7 +167,7 @@ def _read_tensors(cache: Saved, path: Path, index: Index) -> None:
             f"TreeCache.load: {path} holds the states of {len(index.states)} layers, and the model "
             f"has {len(numbers)} that keep {numbers} states"
         )
-    # What the next token sees must be there: all slots, or those of its window.
+    # What the next token sees must be there: all slots, or the slots of its window.
     most = [max(0, index.length - (layer.window or index.length)) for layer in cache.kv_layers]
     if len(index.first_slots) != len(most) or not all(
         type(first) is int and 0 <= first <= limit
