@@ -37,7 +37,7 @@ def test_rows_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "4 ranks" in capsys.readouterr().out
     section = README.split("### How fast will it be?")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    assert len(rows[2:]) == 3
+    assert len(rows[2:]) == 4
     for hosts, size, token, prompt in rows[2:]:
         plan = plan_of(int(hosts), 128 << 10)
         split = plan.split(plan.best())
