@@ -77,7 +77,7 @@ def is_of_ranks(error: RuntimeError) -> bool:
 
 
 def interrupted(command: str) -> int:
-    """Says so once for all ranks, unless somebody sees it anyway, and returns the exit status."""
+    """Reports an interrupt once, unless a launcher does, and returns the exit status."""
     if is_root() and not is_launched():
         report(command, "interrupted; all ranks end")
     return INTERRUPTED_STATUS

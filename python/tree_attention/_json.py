@@ -13,7 +13,7 @@ MAX_BYTES = 100_000_000  # as many as safetensors allows the header of a file
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file, but no pipe, which would wait for its writer, and no device."""
+    """Opens a file; refuses a pipe, which would wait for its writer, and a device."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

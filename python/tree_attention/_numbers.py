@@ -34,7 +34,7 @@ def as_integer(value: object) -> int | None:
 
 
 def as_integers(value: object) -> list[int] | None:
-    """The integers in a list, array or tensor of one axis; None where one is none."""
+    """The integers in a list, array or tensor of one axis; None if an element is not an integer."""
     if not isinstance(value, _LISTS) and not _is_tensor(value):
         return None
     if getattr(value, "ndim", 1) != 1:
@@ -98,7 +98,7 @@ def boolean(op: str, name: str, value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """The text of what a caller gave, on one line and cut to what tells it apart."""
+    """The text of a value that a caller gave, on one line and shortened."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # Python does not write integers of more than 4,300 digits

@@ -232,7 +232,7 @@ class _Facts(NamedTuple):
 
 
 def _numbers_of(decode: DecodeCall) -> list[int]:
-    """The facts of this rank's shard, in which -1 is an axis that a tensor has not."""
+    """The facts of this rank's shard; -1 stands for an axis that a tensor does not have."""
     numbers: list[int] = []
     for name in _TRAVELLING:
         x = decode.arguments.get(name)
@@ -290,7 +290,7 @@ def _pass_keys(
 
 
 def _travelling(x: Tensor | None, device: torch.device) -> Tensor:
-    """A tensor as it travels; empty ones are not sent."""
+    """A tensor in the form in which it is sent; empty tensors are not sent."""
     if x is None:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return x.to(device).contiguous()
@@ -312,7 +312,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class Part(NamedTuple):
-    """Some sequences, or some key heads with their query heads, of all."""
+    """A part of the sequences, or of the key heads with their query heads."""
 
     sequences: slice
     heads: slice

@@ -46,7 +46,7 @@ def tree_decode_by_blocks(
     group: dist.ProcessGroup | Communicator | None = None,
     **options: Unpack[DecodeOptions],
 ) -> tuple[Tensor, Tensor]:
-    """`tree_decode(..., deterministic=block_size)`, which calls `decode_by_blocks` as this does."""
+    """The operator of graphs for `tree_decode(..., deterministic=block_size)`."""
     comm = get_communicator(group)
     with comm.begin("tree_decode", options.pop("timeout", None)) as call:
         decode = DecodeCall("tree_decode", q, k_local, v_local, key_ranges, options, MERGE_DEFAULTS)
@@ -56,7 +56,7 @@ def tree_decode_by_blocks(
 def decode_by_blocks(
     comm: Communicator, call: Call, decode: DecodeCall, size: int
 ) -> tuple[Tensor, Tensor]:
-    """`decode`, as `call`, with blocks of `size` global slots, whose states all ranks gather."""
+    """Attends to blocks of `size` global slots, and merges the blocks of all ranks in order."""
     q, exchange, options = decode.q, decode.exchange, decode.attention
     for name, value, needed in (
         ("strategy", exchange.strategy, "auto"),

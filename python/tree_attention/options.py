@@ -182,7 +182,7 @@ _READ_AS_OTHERS = ("torch._", "torch.fx", "torch.distributed._functional_collect
 
 
 def _kind(name: str, x: Tensor) -> tuple[str, str]:
-    """Words for a tensor without rows in memory, and the way to one that has them; else nothing."""
+    """Names a kind of tensor that has no rows in memory, and says how to convert it; else empty."""
     kind = type(x)
     if kind.__name__ == "DTensor":
         return "a DTensor", f"give this rank's part, {name}.to_local()"
@@ -264,10 +264,10 @@ _digests: MutableMapping[Tensor, tuple[int | None, str]] = WeakIdKeyDictionary()
 
 
 def _digest(x: Tensor | None) -> str | None:
-    """Equal for tensors of equal values.
+    """A digest, which is equal for tensors of equal values.
 
-    A GPU's is read when it was written to, as the host waits for it, and not while a CUDA graph is
-    captured.
+    A tensor of a GPU is read only after it was written to, because the host waits for it, and never
+    while a CUDA graph is captured.
     """
     if not isinstance(x, Tensor) or x.is_meta:
         return None

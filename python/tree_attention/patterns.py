@@ -381,7 +381,7 @@ def checked_slots(function: str, slots: Tensor) -> Tensor:
 
 
 def _size(function: str, name: str, size: int) -> int:
-    """The argument as an integer, as slots less a float are of float32, which has not every one."""
+    """The argument as an integer: slots minus a float would be float32, which is inexact."""
     return min(integer(function, name, size, 1), 2**62)  # more than any cache has
 
 

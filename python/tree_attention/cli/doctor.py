@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Finding:
-    """A line: how it is, what was looked at, what was found, and what to do, if anything."""
+    """A line of the output: a state, what was checked, what was found, and what to do about it."""
 
     result: str
     name: str
@@ -194,7 +194,7 @@ def note_of_this_host(port: int) -> dict[str, Any]:
 
 
 def with_peer(host: str, port: int) -> Iterator[Finding]:
-    """All lines of a pair of hosts, as far as one can come."""
+    """All lines for a pair of hosts, up to the first step that fails."""
     yield from of_this_host()
     try:
         yield from of_the_way(host, port)
@@ -367,7 +367,7 @@ def listener(port: int) -> socket.socket:
 
 
 def answer(connection: socket.socket) -> None:
-    """Serves one doctor, and no longer than it takes; connects to nobody but to it."""
+    """Answers one doctor, in bounded time, and connects to no other host."""
     connection.settimeout(NOTE_SECONDS)
     messages = connection.makefile("rwb")
     if receive(messages).get("greeting") != _GREETING:

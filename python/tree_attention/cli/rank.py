@@ -76,7 +76,7 @@ def main(words: list[str]) -> None:
 
 
 def _run(words: list[str]) -> None:
-    """As `python WORDS` would."""
+    """Runs the program as `python WORDS` would."""
     is_module = words[0] == "-m"
     program, *arguments = words[is_module:]
     if not getattr(sys.flags, "safe_path", False):  # then Python adds no folder

@@ -89,7 +89,7 @@ class Rank:
 
     @property
     def has_failed(self) -> bool:
-        """True where it has ended by itself, and not well."""
+        """True if the rank has ended by itself with an error."""
         return self.process.returncode not in (None, 0) and not (
             self.is_told and self.process.returncode < 0
         )
@@ -206,8 +206,8 @@ def _start(
 
 
 def _watch(ranks: Sequence[Rank]) -> signal.Signals | None:
-    """Returns when all ranks have ended, in bounded time after the first that failed or the signal
-    that ended them, which is returned."""
+    """Waits for all ranks to end, in bounded time after a failure or a signal; returns the signal
+    that ended them, if one did."""
     ended_by: signal.Signals | None = None
     deadline, next_signal = _NEVER, signal.SIGTERM
     while [rank for rank in ranks if rank.look()]:

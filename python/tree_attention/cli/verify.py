@@ -205,7 +205,7 @@ def check_dtype(dtype: torch.dtype) -> Iterator[Check]:
 
 
 def check_merge() -> Iterator[Check]:
-    """Checks that merged states of parts of the keys, one of them empty, are the state of all."""
+    """Checks that the states of parts of the keys, one part empty, merge into the state of all."""
     q, k, v = random_inputs(torch.float32, batch=2, heads=(4, 2), seqlen_q=2, keys=500, d=64)
     cuts = [0, 3, 3, 250, 500]
     parts = [lean_decode(q, k[:, :, a:b], v[:, :, a:b]) for a, b in pairwise(cuts)]

@@ -209,7 +209,7 @@ def _meet(
         return [f"{meeting}/{rank}" for rank in range(size)]
 
     def met(meeting: str, until: float) -> bool:
-        """On rank 0 whether all have come, elsewhere whether rank 0 says so."""
+        """True once all ranks have come: rank 0 counts them, and tells the others."""
         keys, everybody = keys_of(meeting), f"{meeting}/all"
         if not came(keys if rank == 0 else [everybody], until):
             return False

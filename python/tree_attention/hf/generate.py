@@ -143,7 +143,7 @@ def note_inputs(
 def add_processor(
     setup: Setup, original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any
 ) -> LogitsProcessorList:
-    """The logits processors, after those that the caller gave the one that synchronises."""
+    """The caller's logits processors, followed by the one that synchronises."""
     if setup.synchronize_logits is not None and setup.calls.current.arguments is not None:
         given = kwargs.get("logits_processor") or ()
         kwargs["logits_processor"] = LogitsProcessorList([*given, setup.synchronize_logits])
@@ -421,7 +421,7 @@ def _by_name(
 
 
 def _num_more_candidates(model: PreTrainedModel, config: GenerationConfig) -> int:
-    """The most candidates that are fed, and cropped, beyond the last token asked for."""
+    """The largest number of candidate tokens fed, and cropped, beyond the last one asked for."""
     if config.prompt_lookup_num_tokens is None and getattr(config, "use_mtp", False):
         drafts: int | None = getattr(model.config.get_text_config(), "num_mtp_layers", None)
         return drafts or 0  # in every step, however few tokens are missing

@@ -197,7 +197,7 @@ def check_steps_after(attention_mask: Tensor, num_cached: int) -> None:
 
 
 def _describe_hole(attention_mask: Tensor, num_cached: int) -> str:
-    """Where the first hole of a padding mask is, what it comes from, and what to do about it."""
+    """Describes the first hole of a padding mask: its place, its cause, and what to do about it."""
     steps = attention_mask.to(torch.int8).diff(dim=1)  # -1 where ones end, 1 where they begin
     ends, begins = steps == -1, steps == 1
     before = ends.cumsum(1) > 0
@@ -247,7 +247,7 @@ def _agrees(
 
 
 def _holds(condition: Tensor, otherwise: str, waits: bool) -> bool:
-    """True where a tensor is. Code that cannot ask, as a compiled graph, raises where it is not."""
+    """True if the tensor is true. A compiled graph, which cannot ask, raises later if it is not."""
     if torch.compiler.is_compiling() or not waits:
         torch._assert_async(condition, f"tree_attention: {otherwise}")
         return True

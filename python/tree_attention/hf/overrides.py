@@ -57,8 +57,8 @@ def is_overridden(module: nn.Module, name: str) -> bool:
 
 
 def restore(module: nn.Module, name: str) -> None:
-    """Undoes `override`, if it was called. What somebody has put over it stays, and ours, if that
-    calls it, calls the original."""
+    """Undoes `override`, if it was called. A method that a caller put over the replacement
+    stays; if it calls the replacement, that calls the original."""
     attributes = vars(module)
     all_kept: dict[int, _Kept] = attributes.get(_KEPT, {})
     for number, kept in all_kept.items():
@@ -84,7 +84,7 @@ def _with_signature_of(bound: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_restored(module: nn.Module, method: Any) -> Any:
-    """`method`, or what was there before it if it is one of ours that is out of force."""
+    """`method`, or the method before it if `method` is a replacement that was undone."""
     while (found := _kept_of(module, method)) is not None and not found[1].is_in_force:
         number, kept = found
         method = kept.before

@@ -115,5 +115,5 @@ def _by_head(x: Tensor, head_dim: int) -> Tensor:
 
 @functools.cache
 def _slopes(num_heads: int, device: torch.device) -> Tensor:
-    """The slopes on a device, which a step then need not wait to copy."""
+    """The slopes on a device, so that a step does not wait for a copy."""
     return alibi_slopes(num_heads).to(device)

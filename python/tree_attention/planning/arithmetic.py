@@ -156,7 +156,7 @@ class Split:
         return self.weights_bytes + self.cache_bytes
 
     def _merge_bytes(self, states: float) -> float:
-        """Bytes that a rank sends to merge the heads that it goes on with, of split weights."""
+        """Bytes that a rank with split weights sends to merge the heads that it goes on with."""
         size = self.tensor_parallel_size
         return 0.0 if self.form == TENSOR else to_owners(states / size, self.p // size)
 

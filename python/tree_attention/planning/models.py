@@ -45,7 +45,7 @@ class Attention:
 
     @property
     def step(self) -> tuple[int, int]:
-        """Columns of a head's query and of its result, of a new token."""
+        """The numbers of columns of one head's query and of its result, for one new token."""
         return (self.key, self.value) if self.latent is None else (sum(self.latent), self.latent[0])
 
     def state_bytes(self, columns: int) -> int:
@@ -95,7 +95,7 @@ class Weights:
         return replace(self, matrix_itemsize=itemsize, expert_itemsize=itemsize)
 
     def share_of_experts(self, tokens: int) -> float:
-        """Part of the experts that some token needs, if each chooses any of them alike."""
+        """Expected share of the experts that `tokens` tokens need, if all are equally likely."""
         return 1 - (1 - self.chosen / self.num_experts) ** tokens
 
 

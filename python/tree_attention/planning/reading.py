@@ -172,7 +172,7 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, s
 
 
 def _reason(error: ValueError) -> str:
-    """Return the sentence between the function that raised it and what it advises."""
+    """Return the middle of an error's text, without the function's name and the advice."""
     return str(error).partition(": ")[2].partition(";")[0]
 
 

@@ -153,13 +153,13 @@ def timeout_of(asked: Namespace) -> float:
 
 
 def adopt_orphans() -> None:
-    """Makes processes whose parent ends children of this one, which ends them."""
+    """Makes this process the parent of orphans, so that it can end them."""
     with suppress(AttributeError):  # where it is not Linux
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def leave_as(watch: Watch | None, *, was_told: bool) -> NoReturn:
-    """Ends all processes of this host, whose engine has ended, once it is known why."""
+    """Ends all processes of this host, once it is known why the engine ended."""
     end_children()
     leave(LOST_STATUS if watch is None else watch.ended(was_told=was_told))
 

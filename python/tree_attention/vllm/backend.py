@@ -178,7 +178,7 @@ class TreeAttentionBackend(AttentionBackend):
 
 
 class LatentAttentionBackend(AttentionBackend):
-    """In place of vLLM's own, so that a model with latent attention does not run without ours."""
+    """Replaces vLLM's backend of latent attention, which such a model would otherwise take."""
 
     @staticmethod
     def get_name() -> NoReturn:

@@ -66,7 +66,7 @@ def check_engine() -> None:
 
 
 def faults_of(module: str, name: str, parameters: str) -> list[str]:
-    """Differences of the function `name` of `module` from one with these parameters."""
+    """The differences of the function `module.name` from one with these parameters."""
     try:
         function: Callable[..., object] = importlib.import_module(module)  # type: ignore[assignment]
         for part in name.split("."):

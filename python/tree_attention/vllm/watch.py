@@ -41,7 +41,7 @@ class Watch(threading.Thread):
         self.was_told = False  # to end, which may take a while
 
     def ended(self, *, was_told: bool) -> int:
-        """The exit status of this host, whose engine has ended, once it is known why."""
+        """The exit status of this host, once it is known why its engine ended."""
         self._asked = _TOLD if was_told else "it has ended by itself"
         self.join()
         return self._status

@@ -43,7 +43,7 @@ def experts_forward(
 
 
 def _product(module: Any, name: str, x: Tensor, experts: Tensor) -> Tensor:
-    """The rows of `x`, one or equally many for each choice, times the experts chosen for them."""
+    """Multiplies the rows of `x`, equally many for each choice, by the experts chosen for them."""
     weight = getattr(module, name)
     out = torch.ops.tree_attention.linear_of_experts(
         x,

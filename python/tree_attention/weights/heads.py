@@ -73,7 +73,7 @@ def axes_of(linear: nn.Module) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Block:
-    """Consecutive outputs of a projection: `size` for each query head, or each one of keys."""
+    """Consecutive outputs of a projection: `size` outputs for each query head, or each KV head."""
 
     is_query: bool
     begin: int
@@ -148,7 +148,7 @@ class HeadPlanner:
             yield names[0], [_Block(True, 0, head_dim), *keys]
 
     def _packed_by_heads(self) -> str | None:
-        """The projection, if any, in which all that belongs to some heads is one run of outputs."""
+        """The projection, if any, in which the outputs of each head lie next to each other."""
         module = self._module
         if _child(module, "query_key_value"):
             return "query_key_value"

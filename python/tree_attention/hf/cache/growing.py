@@ -186,8 +186,8 @@ class TreeCacheLayer(CacheLayerMixin):
         return view
 
     def in_sight(self) -> tuple[int, int]:
-        """Where in the buffers of a world of one the tokens are that `keys` shows; the end may be
-        beyond a ring's."""
+        """The places in the buffers of the tokens that `keys` shows, in a world of one; the end may
+        lie beyond the end of a ring."""
         return 0, self.length
 
     def rows_of(self, name: str) -> Tensor:
@@ -242,7 +242,7 @@ class TreeCacheLayer(CacheLayerMixin):
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
     def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Keys, values and scales as the operators take them, of `buffers` or a part of each."""
+        """Keys, values and scales for the operators, from `buffers` or from a part of each."""
         scales = {name: buffers[name] for name in self.scales()}
         return buffers["keys"], buffers["values"], scales
 
@@ -251,7 +251,7 @@ class TreeCacheLayer(CacheLayerMixin):
         return self.value_rows.shape[3]
 
     def places(self, slots: Tensor) -> Tensor:
-        """Where in the buffers local slots are; negative numbers stay below 0."""
+        """The places of local slots in the buffers; negative numbers stay below 0."""
         return torch.where(slots < 0, slots, slots - self.dropped) if self.dropped else slots
 
     def held(self) -> Tensor:
@@ -339,7 +339,7 @@ class TreeCacheLayer(CacheLayerMixin):
                 self.hold(moved, self.dropped)
 
     def _kind(self, x: Tensor) -> tuple[torch.dtype | None, int, int]:
-        """The dtype, unless it is converted to 8 bits, num_heads_kv and head_dim."""
+        """The dtype (unless it is converted to 8 bits), num_heads_kv and head_dim."""
         return x.dtype if self.kv_dtype is None else None, x.shape[1], x.shape[3]
 
     @property
@@ -361,7 +361,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     @property
     def shortest(self) -> int:
-        """The smallest length at which all that the next query sees is held."""
+        """The smallest length at which the layer holds everything that the next query sees."""
         first = self.first
         return first + (self.window or 0) if first > 0 else 0
 

@@ -76,8 +76,11 @@ def attend_to_latents(
     attend: Callable[[Tensor, Any, bool], tuple[Tensor, Tensor]],
     own_heads: tuple[int, int] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one module, by `attend` of queries to a layer over all its ranks, with all heads
-    or with `own_heads` alone; `o [batch, num_heads, seqlen_q, v_head_dim]` and `lse`."""
+    """Attention of one module, over all ranks of a layer, with all heads or only with `own_heads`.
+
+    `attend` is called for queries and the layer. Returns `o [batch, num_heads, seqlen_q,
+    v_head_dim]` and `lse`.
+    """
     is_head_sharded, weight = own_heads is not None, weight_of(module)
     if not _pays_to_expand(module, query, layer):
         o, lse = attend(_absorb(module, query), layer, is_head_sharded)
@@ -162,7 +165,7 @@ def expand_unless_sharded(
 
 
 def _by_head(x: Tensor) -> Tensor:
-    """`[num_heads_q, batch * seqlen_q, columns]`: a product then repeats the weight for none."""
+    """`[num_heads_q, batch * seqlen_q, columns]`, so that a product does not repeat the weight."""
     return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
 
 

@@ -73,7 +73,7 @@ class WindowLayer(TreeCacheLayer):
             self.hold({name: x.roll(self.dropped, 2) for name, x in self.buffers().items()}, 0)
 
     def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """A ring as `[num_pages, num_heads_kv, page_size, ...]`, the heads of a page far apart."""
+        """The ring as `[num_pages, num_heads_kv, page_size, ...]`, a view with strides."""
         size, (batch, num_heads, num_slots, _) = self.page_size, self.key_rows.shape
         if size:
             pages = ((batch - 1) * num_heads + 1) * (num_slots // size), num_heads, size

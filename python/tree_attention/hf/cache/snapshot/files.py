@@ -224,7 +224,7 @@ def _put_states(cache: Saved, states: list[Kinds], place: Path, handle: Any) -> 
 
 
 def _check_sizes(path: Path, index: Index) -> None:
-    """Before anything is allocated by what the index says."""
+    """Checks the sizes in the index, before anything is allocated by them."""
     slot_bytes = [
         sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
         for kinds in index.layers
@@ -324,7 +324,7 @@ def _tensor(
     kind: tuple[torch.dtype, list[int]],
     count: int | None = None,
 ) -> Tensor:
-    """A tensor of a file; with a `count`, one of so many slots, without them in its kind."""
+    """A tensor of a file. With a `count` it has so many slots, which `kind` leaves out."""
     try:
         found: Tensor = handle.get_tensor(name)
     except SafetensorError as error:

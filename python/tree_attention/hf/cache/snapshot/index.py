@@ -94,7 +94,7 @@ Kinds = dict[str, tuple[torch.dtype, list[int]]]
 
 
 class Index(NamedTuple):
-    """Contents of an index."""
+    """The contents of an index file."""
 
     sha256: str  # of all the rest
     length: int
@@ -277,7 +277,7 @@ def _parsed_layout(entries: Mapping[str, Any]) -> ShardLayout:
 
 
 def _entry(entries: Mapping[str, Any], name: str, kind: type[T], of: type | None = None) -> T:
-    """An entry of what the index says, which must be of this kind, and a list `of` another."""
+    """Return an entry of the index, after a check of its type and, in a list, of its elements."""
     found = entries.get(name)
     if type(found) is not kind or (of and any(type(x) is not of for x in entries[name])):
         expected = kind.__name__ + (f" of {of.__name__}" if of else "")
