@@ -28,7 +28,7 @@ from tree_attention.planning.arithmetic import (
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import NAMED
 
-WORK = Work(context=128 << 10, chunk=8192)
+WORK = Work(context=128 << 10)  # in the chunks that `plan` and `enable` take
 WORLDS = (2, 4, 8, 16)
 MODELS = (NAMED["llama-3.1-8b"], NAMED["llama-3.1-70b"])
 HOSTS = {
