@@ -70,9 +70,9 @@ def _marked(times: dict[str, float]) -> list[str]:
 
 HEADINGS = (
     *("model", "link", "hosts"),
-    *("GB: whole", "T = 1", "largest T"),
-    *("ms per token: whole", "T = 1", "largest T"),
-    *("prefill s: whole", "prompts split", "T = 1", "largest T"),
+    *("GB: replicated weights", "GB: split weights, T = 1", "GB: largest T"),
+    *("ms per token: replicated weights", "split weights, T = 1", "largest T"),
+    *("prefill s: replicated weights", "split prompts", "split weights, T = 1", "largest T"),
 )
 
 
@@ -90,7 +90,7 @@ def _text(value: float) -> str:
 def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
     """Return the number of pieces of each thing that a rank holds, and the rank's piece.
 
-    `size` is tensor_parallel_size; None: weights are whole.
+    `size` is tensor_parallel_size; None: weights are replicated.
     """
     whole, size_or_one = (1, 0), size or 1
     num_contexts = p // size_or_one
@@ -111,8 +111,8 @@ def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
 
 def draw_who_holds_what(path: Path, p: int = 4) -> None:
     """Draw ranks and, for each form, the part of every tensor that each of them holds."""
-    names: dict[int | None, str] = {None: "weights whole"}
-    names |= {size: f"weights split,\ntensor_parallel_size {size}" for size in (1, 2, 4)}
+    names: dict[int | None, str] = {None: "replicated weights"}
+    names |= {size: f"split weights,\ntensor_parallel_size {size}" for size in (1, 2, 4)}
     num_rows = len(pieces(p, 0, None))
     with picture(path, (9, 4.8), (1, len(names)), sharey=True) as (panels,):
         for axes, (size, name) in zip(panels, names.items(), strict=True):

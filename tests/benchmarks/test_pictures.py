@@ -51,5 +51,5 @@ def test_memory_is_that_of_the_planner_page():
     """docs/planning.md shows what `plan` prints for 16 ranks."""
     held = cache_memory()
     page = (ROOT / "docs/planning.md").read_text()
-    line = re.search(r"tree, weights split, largest T \* +([\d.]+) +([\d.]+) ", page)
+    line = re.search(r"cache and weights, largest T \* +([\d.]+) +([\d.]+) ", page)
     assert [f"{held[x][3]:.3g}" for x in ("weights", "bf16")] == [line[1], line[2]]

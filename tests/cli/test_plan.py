@@ -32,12 +32,10 @@ def test_plan_prints_every_form(capsys: pytest.CaptureFixture[str]) -> None:
     )
     for form in ALL_FORMS:
         (line,) = (
-            x
-            for x in output.splitlines()
-            if x.removeprefix(" tree,").strip().startswith((f"{form}  ", f"{form} * "))
+            x for x in output.splitlines() if x.strip().startswith((f"{form}  ", f"{form} * "))
         )
         assert len(line.rsplit(maxsplit=7)) == 8 and "…" not in line
-    assert "Weights whole: a sharded cache gives a token sooner than data parallel" in output
+    assert "splitting the cache makes a token faster than data parallel from" in output
 
 
 def test_options_change_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

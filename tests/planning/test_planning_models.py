@@ -169,7 +169,7 @@ def test_what_is_not_cut_is_counted_and_named(name: str, names: str | None) -> N
     if names is not None:
         of = planned.split(SPLIT_BY_HEADS).weights_bytes
         says = f"{2 * whole / 1e9:,.3g} of {of / 1e9:,.3g} GB of a rank are not cut: {names}."
-        assert re.fullmatch(f"Weights split: {says}", said[0]), said
+        assert re.fullmatch(f"With split weights: {says}", said[0]), said
 
 
 def test_quantized_experts_are_as_large_as_their_files(tmp_path: Path) -> None:

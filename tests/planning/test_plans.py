@@ -136,19 +136,19 @@ def test_break_even_is_the_first_context_that_pays() -> None:
 
 def test_verdicts() -> None:
     eight = PLAN.verdicts()
-    assert f"from {PLAN.break_even(WHOLE, DATA):,} tokens on; a whole model and" in eight[0]
+    assert f"from {PLAN.break_even(WHOLE, DATA):,} tokens on; the whole model and" in eight[0]
     # 8 ranks split the 8 heads: the largest T is tensor parallel.
-    assert "no sooner than tensor parallel at any context" in eight[1]
+    assert "never makes a token faster than tensor parallel" in eight[1]
     sixteen = replace(PLAN, ranks=16)
     assert f"from {sixteen.break_even(SPLIT_BY_HEADS, TENSOR):,}" in sixteen.verdicts()[1]
     busy = replace(PLAN, work=replace(PLAN.work, sequences=8))
-    assert "no sooner than data parallel at any context" in busy.verdicts()[0]
+    assert "never makes a token faster than data parallel" in busy.verdicts()[0]
     large = replace(
         PLAN, model=NAMED["llama-3.1-70b"], hosts=replace(H200, machine=MACHINES["h100"])
     )
-    assert large.verdicts()[0] == "Weights whole: a whole model does not fit on a rank."
+    assert large.verdicts()[0] == "Without split weights: the model does not fit on a rank."
     assert len(replace(PLAN, ranks=12).verdicts()) == 1
-    assert replace(PLAN, ranks=1).verdicts() == ["One rank has nobody to share a cache with."]
+    assert replace(PLAN, ranks=1).verdicts() == ["With one rank there is nothing to split."]
 
 
 def test_best_form_is_the_soonest_that_fits() -> None:

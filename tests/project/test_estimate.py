@@ -82,7 +82,7 @@ def test_page_computes_what_the_planner_does(tmp_path: Path) -> None:
     assert not [x for x in zip(asked, found, wanted, strict=True) if not same(x[1], x[2])]
     # What it shows first is the first example of docs/planning.md.
     words = " ".join(re.sub(r"<[^>]*>", " ", dom.partition('<script id="tables"')[0]).split())
-    assert "Soonest: tree, weights split, largest T, 16.1 ms a token with 31.1 GB" in words
+    assert "Fastest: cache and weights, largest T, 16.1 ms a token with 31.1 GB" in words
     assert all(f"{name} :" in words for name in ("tree", "pass-Q", "ring"))
 
 

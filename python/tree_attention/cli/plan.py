@@ -10,15 +10,15 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from ..planning.arithmetic import ALL_FORMS, FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
+from ..planning.arithmetic import ALL_FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
 from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, fitted_link, link_of
 from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
 from ..planning.reading import find_model
 from .usage import UsageError, argument_parser, plain_console, printable
 
 HEADINGS = (
-    *("form (*: token soonest)", "weights GB", "cache GB", "longest context"),
-    *("ms per token", "of it exchange", "prefill s", "of it exchange"),
+    *("what is split (*: fastest token)", "weights GB", "cache GB", "longest context"),
+    *("ms per token", "in exchange", "prefill s", "in exchange"),
 )
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -142,7 +142,8 @@ def show(plan: Plan) -> None:
     console.print(*map(printable, sources(plan)), "", sep="\n")
     console.print(table, soft_wrap=False)
     # The reasons are no user's words, and are read.
-    console.print("", *plan.verdicts(), sep="\n", soft_wrap=False)
+    legend = "T is tensor_parallel_size, the number of ranks that split the heads."
+    console.print("", legend, *plan.verdicts(), sep="\n", soft_wrap=False)
 
 
 def sources(plan: Plan) -> list[str]:
@@ -178,18 +179,17 @@ def _count(count: int, what: str) -> str:
 def cells(plan: Plan, form: str) -> list[str]:
     """Return the row of a form: its numbers, or where it has none the reason."""
     split, refusal = plan.split(form), plan.refusal(form)
-    name = f"tree, {form}" if form in FORMS else form
     if split.obstacle:
-        return [name, *"---", refusal, *"---"]
+        return [form, *"---", refusal, *"---"]
     longest = plan.longest(form)
     fits = f"{longest >> 10:,}k{'+' * (longest == MAX_CONTEXT)}" if longest else "none"
     sizes = [number(size / 1e9) for size in (split.weights_bytes, split.cache_bytes)]
     if refusal:
-        return [name, *sizes, fits, refusal, *"---"]
+        return [form, *sizes, fits, refusal, *"---"]
     token, prefill = split.token_seconds(plan.hosts), split.prefill_seconds(plan.hosts)
     of_token, of_prefill = (f"{x.exchange / x.total:.0%}" for x in (token, prefill))
     times = [number(1e3 * token.total), of_token, number(prefill.total), of_prefill]
-    return [name, *sizes, fits, *times]
+    return [form, *sizes, fits, *times]
 
 
 def number(value: float) -> str:

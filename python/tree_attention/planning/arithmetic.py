@@ -13,11 +13,11 @@ from .._numbers import integer
 from .machines import SUSTAINED, Hosts
 from .models import BF16, Attention, Model
 
-# Forms. T is tensor_parallel_size: 1, or as large as the heads of keys and values allow.
-WHOLE, PROMPTS = "weights whole", "weights whole, prompts split"
-SPLIT, SPLIT_BY_HEADS = "weights split, T = 1", "weights split, largest T"
+# Forms, by what is split. T is tensor_parallel_size: 1, or as large as the KV heads allow.
+WHOLE, PROMPTS = "cache", "cache and prompts"
+SPLIT, SPLIT_BY_HEADS = "cache and weights, T = 1", "cache and weights, largest T"
 FORMS = (WHOLE, PROMPTS, SPLIT, SPLIT_BY_HEADS)
-# Others': weights are split by heads and the cache is not; a whole model, and own sequences.
+# Others' forms: weights and cache are split by heads only; a whole model on each rank.
 TENSOR, DATA = "tensor parallel", "data parallel"
 ALL_FORMS = (*FORMS, TENSOR, DATA)
 MAX_CONTEXT, MAX_RANKS = 1 << 26, 1 << 14
@@ -279,26 +279,26 @@ class Plan:
         """Return in sentences what is refused, and from which context on a sharded cache pays."""
         model, longest = self.model, self.longest(DATA)
         if self.ranks == 1:
-            return ["One rank has nobody to share a cache with."]
-        sentences = ["Weights whole: a whole model does not fit on a rank."]
+            return ["With one rank there is nothing to split."]
+        sentences = ["Without split weights: the model does not fit on a rank."]
         if longest > 0:
-            fits = f"a whole model and cache fit on a rank up to {longest:,} tokens"
-            sentences = [f"Weights whole: {self._pays(WHOLE, DATA)}; {fits}."]
+            fits = f"the whole model and cache fit on one rank up to {longest:,} tokens"
+            sentences = [f"Without split weights: {self._pays(WHOLE, DATA)}; {fits}."]
         sentences += [
             f"Refused: {why}." for why in (model.not_split, model.prompts_not_split) if why
         ]
         if not model.not_split and not self.split(TENSOR).obstacle:
-            sentences.append(f"Weights split: {self._pays(SPLIT_BY_HEADS, TENSOR)}.")
+            sentences.append(f"With split weights: {self._pays(SPLIT_BY_HEADS, TENSOR)}.")
         if model.not_cut:
             weights = model.weights
             whole = weights.itemsize * (weights.whole + weights.vectors + weights.tables)
             of = f"{whole / 1e9:,.3g} of {self.split(SPLIT_BY_HEADS).weights_bytes / 1e9:,.3g} GB"
-            sentences.append(f"Weights split: {of} of a rank are not cut: {model.not_cut}.")
+            sentences.append(f"With split weights: {of} of a rank are not cut: {model.not_cut}.")
         return sentences
 
     def _pays(self, sharded: str, other: str) -> str:
         context = self.break_even(sharded, other)
         if context is None:
-            return f"a sharded cache gives a token no sooner than {other} at any context"
+            return f"splitting the cache never makes a token faster than {other}"
         where = f"from {context:,} tokens on" if context > 0 else "at any context"
-        return f"a sharded cache gives a token sooner than {other} {where}"
+        return f"splitting the cache makes a token faster than {other} {where}"
