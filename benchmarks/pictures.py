@@ -29,7 +29,7 @@ from tree_attention.planning.models import NAMED
 
 DOCS = Path(__file__).parents[1] / "docs"
 
-# Colours that differ in lightness too: ours, and what stands beside it.
+# Colours that differ in lightness too: of this library, and of what it is compared with.
 OURS, FIRST, SECOND, THIRD, GREY = "#1f5fa8", "#e08a2e", "#b03a48", "#6b8f3c", "#9aa4b0"
 DARK_GREY = "#5f6873"
 K = 1024
@@ -42,9 +42,9 @@ def tokens() -> dict[str, dict[str, Line]]:
     names = {
         "sdpa, DynamicCache": "HuggingFace, DynamicCache",
         "sdpa, StaticCache": "HuggingFace, StaticCache",
-        "tree_attention, world 1": "ours",
+        "tree_attention, world 1": "tree_attention",
     }
-    engines = {"ours": "ours", "vllm": "vLLM", "openvino": "OpenVINO"}
+    engines = {"ours": "tree_attention", "vllm": "vLLM", "openvino": "OpenVINO"}
     models: dict[str, dict[str, Line]] = {"8 of 16 layers": {}, "4 of 16 layers": {}}
     for row in read_table("llama").rows:
         if name := names.get(row["method"]):
@@ -88,7 +88,7 @@ def contexts() -> dict[str, dict[str, Line]]:
 
 FORMS = {
     "1 process, 2 threads": "one process,\ntwo threads",
-    "weights whole, prompt split": "two ranks,\nweights whole",
+    "weights whole, prompt split": "two ranks,\nreplicated weights",
     "weights split, tensor_parallel_size 1": "two ranks,\nweights split",
     "weights split, tensor_parallel_size 2": "two ranks,\nweights and\nheads split",
 }
@@ -108,6 +108,8 @@ def two_ranks() -> dict[str, dict[str, Line]]:
 
 
 MODEL, CONTEXT, RANKS = NAMED["llama-3.1-70b"], 1 << 20, (2, 4, 8, 16, 32)
+# GB of memory that ranks may have, as lines.
+HOSTS = {80: "a GPU with 80 GB", 128: "a host with 128 GB", 256: "a host with 256 GB"}
 
 
 def cache_memory() -> dict[str, list[float]]:
@@ -178,7 +180,7 @@ def draw_lines(axes: Any, lines: dict[str, Line], styles: dict[str, Style]) -> N
 def draw_tokens(path: Path) -> None:
     data = tokens()
     styles = {
-        "ours": Style(OURS, (8, -2)),
+        "tree_attention": Style(OURS, (8, -2)),
         "HuggingFace, DynamicCache": Style(SECOND),
         "HuggingFace, StaticCache": Style(FIRST),
         "vLLM": Style(THIRD, (8, -5)),
@@ -188,11 +190,14 @@ def draw_tokens(path: Path) -> None:
         for axes, (model, lines) in zip((left, right), data.items(), strict=True):
             draw_lines(axes, lines, styles)
             axes.set(
-                xlabel="keys in the cache",
+                xlabel="tokens in the cache",
                 ylim=(0, 1.08 * max(y for line in lines.values() for _, y in line)),
             )
-            axes.set_title(f"1B-shaped Llama, {model}", fontsize=11)
-        left.set_ylabel("ms per token")
+            axes.set_title(f"shape of Llama 3.2 1B, {model}", fontsize=11)
+        left.set_ylabel("ms per token (lower is better)")
+        left.figure.suptitle(
+            "One process, two cores of an Intel Xeon without AMX, bf16", fontsize=11
+        )
         left.set_xlim(right=65536 * 12)
         right.set_xlim(right=16384 * 3)
 
@@ -213,12 +218,15 @@ def draw_contexts(path: Path) -> None:
             axes.set_xlim(right=max(x for x, _ in lines["ours"]) * 11)
             axes.set_yticks([1, 10, 100, 1000, 10000], ["1", "10", "100", "1,000", "10,000"])
             axes.minorticks_off()
-        both[0].set_ylabel("ms of a step")
+        both[0].set_ylabel("ms of a step (lower is better)")
 
 
 def draw_two_ranks(path: Path) -> None:
     data = two_ranks()
-    titles = {"bare": "on one host, two cores", "lan": "on two hosts, 0.1 ms and 10 Gb/s"}
+    titles = {
+        "bare": "Intel Xeon without AMX, one host, two cores",
+        "lan": "two emulated hosts, 0.1 ms, 10 Gb/s",
+    }
     ratios = {"width_ratios": [len(forms) for forms in data.values()]}
     with picture(path, data, (1, len(data)), (9, 3.6), sharey=True, gridspec_kw=ratios) as (
         panels,
@@ -240,7 +248,7 @@ def draw_two_ranks(path: Path) -> None:
             axes.axhline(1, color=GREY, linewidth=1, zorder=0)
             axes.set_xticks(range(len(forms)), list(forms), fontsize=9)
             axes.set_title(titles[place], fontsize=11)
-        panels[0].set_ylabel("times one thread")
+        panels[0].set_ylabel("speed-up over one thread\n(higher is better)")
         panels[0].set_ylim(0, 2.35)
         panels[-1].text(2.4, 2.03, "ideal", ha="right")
         panels[0].legend(loc="upper right", ncols=2, frameon=False)
@@ -256,13 +264,23 @@ def draw_cache_memory(path: Path) -> None:
                 xs, data[dtype], 0.38, data["weights"], color=colour, label=f"cache in {dtype}"
             )
             sums = [a + b for a, b in zip(data["weights"], data[dtype], strict=True)]
-            axes.bar_label(bars, [f"{x:.0f}" for x in sums], fontsize=10, padding=3)
-        axes.axhline(80, color="black", linestyle="--", linewidth=1)
-        axes.text(len(RANKS) - 0.5, 83, "a GPU of 80 GB", ha="right")
+            axes.bar_label(
+                bars,
+                [f"{x:.0f}" for x in sums],
+                fontsize=10,
+                padding=4,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            )
+        for memory, name in HOSTS.items():
+            axes.axhline(memory, color="black", linestyle="--", linewidth=1, zorder=0)
+            axes.text(len(RANKS) - 0.5, memory + 3, name, ha="right")
         axes.set_xticks(range(len(RANKS)), [f"{p} ranks" for p in RANKS])
-        axes.set(ylabel="GB on each rank")
-        axes.set_title(f"{MODEL.name}, {CONTEXT:,} tokens, weights split", fontsize=11)
-        axes.legend(frameon=False)
+        axes.set(ylabel="GB on each rank (lower is better)")
+        axes.set_title(
+            f"Estimate: {MODEL.name}, {CONTEXT:,} tokens, weights and cache split", fontsize=11
+        )
+        axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.85))
+        axes.set_ylim(0, 290)
 
 
 @dataclass(frozen=True)
