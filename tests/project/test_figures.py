@@ -291,3 +291,10 @@ def test_a_wrong_figure_is_found() -> None:
     assert misfits(row, [5.06, 5.851, 1.162]) == [("5.0", 5.06)]
     assert misfits(row, [5.04, 6.0, 1.166]) == [("5.9", 6.0), ("1.16", 1.166)]
     assert rounds_to(1297.04, "1,297") and not rounds_to(1297.6, "1,297")
+
+
+def test_times_of_the_questions() -> None:
+    """docs/faq.md compares two ranks of one thread with one process of two threads."""
+    ranks, threads = scaling(TOKEN, "bare/2", TWO)
+    words = " ".join((ROOT / "docs/faq.md").read_text().split())
+    assert f"{ranks:.1f} ms per token, and one process with two threads {threads:.1f} ms" in words

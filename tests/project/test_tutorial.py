@@ -4,6 +4,7 @@ one, its table is what `plan` says, and docs/README.md has every page."""
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,17 @@ def test_table_is_that_of_the_plan() -> None:
             1e3 * split.token_seconds(plan.hosts).total,
         )
         assert [weights, cache, prompt, token] == [f"{x:.3g}" for x in found]
+
+
+def test_half_the_memory_is_that_of_the_plan() -> None:
+    cells = re.findall(r"\| (\S+) GB \| (\S+) ms \|$", PAGE.read_text(), re.MULTILINE)[-2:]
+    model = NAMED["llama-3.1-8b"]
+    small = replace(model, kv_dtype="int8", weights=model.weights.quantised("int8"))
+    for shown, shape in zip(cells, (model, small), strict=True):
+        plan = replace(of_two_hosts(1 << 17), model=shape)
+        split = plan.split(plan.best())
+        held, token = split.held_bytes / 1e9, 1e3 * split.token_seconds(plan.hosts).total
+        assert shown == (f"{held:.1f}", f"{token:.1f}")
 
 
 def test_index_has_every_page() -> None:

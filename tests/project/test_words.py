@@ -21,6 +21,7 @@ INSTEAD = {
     r"beside": "next to, compared with, in addition to",
     r"whole weights": "replicated weights",
     r"ours": "tree_attention, this library",
+    r"(?:ms|us|seconds) an? (?:token|layer|step)": "ms per token",
 }
 # Where a word of the list means what it says.
 MEANT = re.compile(
