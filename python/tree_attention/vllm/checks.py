@@ -114,8 +114,8 @@ def check_layer(attn_type: str, kv_cache_dtype: str, config: Any) -> None:
     window = getattr(config.model_config, "rswa_window", None)
     if window:
         raise ValueError(
-            f"{PLUG_IN}: a window beside the whole prompt (R-SWA) is not supported, as a query "
-            f"sees one range of keys, got rswa_window = {window}; serve another model"
+            f"{PLUG_IN}: a window that also sees the whole prompt (R-SWA) is not supported, as a "
+            f"query sees one range of keys, got rswa_window = {window}; serve another model"
         )
     if config.kv_transfer_config is not None:
         raise ValueError(
