@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Keyword arguments that several functions have in common, each set from one typed dictionary."""
 
+import difflib
 import hashlib
 import inspect
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, NamedTuple, TypedDict, TypeVar, get_type_hints
 
 import numpy as np
@@ -84,11 +92,61 @@ class AttentionOptions(TypedDict, total=False):
 
 
 _MAX_WORKERS = (1 << 31) - 1
-# Arguments of other engines, by the one that has their meaning here.
-_ELSEWHERE = {
-    "key_ranges": ("causal", "is_causal", "window_size", "cache_seqlens", "cu_seqlens_k"),
-    "page_table": ("block_table", "block_tables"),
-    "softmax_scale": ("scale", "sm_scale"),
+_CLOSE = 0.75  # of two names, by difflib's ratio, of which one may be a slip of the other
+# What callers know from other libraries: the arguments by what to say of them, by kind of function.
+# Those that a function has are not looked up.
+_HUB = "give the directory that huggingface_hub.snapshot_download, which has it, returns"
+_TRANSFORMERS = "transformers has it: load the model with that, and call parallelize(model)"
+_READ_ANYHOW = "leave it out: each rank reads its parts of safetensors files, and nothing else"
+ATTENTION, LOADING, CACHE, MERGE = "attention", "loading", "cache", "merge"
+_OF_CACHES = {
+    "kv_dtype has its meaning": ("kv_cache_dtype", "cache_dtype"),
+    "max_length has its meaning": ("max_cache_len", "max_model_len", "max_seq_len"),
+}
+_ELSEWHERE: dict[str, dict[str, tuple[str, ...]]] = {
+    ATTENTION: {
+        "key_ranges has its meaning": (
+            *("causal", "is_causal", "window_size", "cache_seqlens", "cu_seqlens_k"),
+            *("attn_mask", "attention_mask", "mask"),
+        ),
+        "page_table has its meaning": ("block_table", "block_tables"),
+        "softmax_scale has its meaning": ("scale", "sm_scale", "scaling"),
+        "leave it out: o and lse are always returned": (
+            *("return_lse", "return_softmax_lse", "return_attn_probs"),
+        ),
+        "leave it out: heads of keys may be fewer than heads of queries": ("enable_gqa",),
+    },
+    CACHE: _OF_CACHES,
+    LOADING: _OF_CACHES
+    | {
+        "dtype has its meaning": ("torch_dtype",),
+        "device has its meaning, one for each rank": ("device_map", "max_memory"),
+        'weights="int8" has its meaning': ("load_in_8bit",),
+        'weights="int4" has its meaning': ("load_in_4bit",),
+        'weights="int8" or "int4" quantises while it reads; what a checkpoint in blocks of FP8 or '
+        "in MXFP4 has is read without it": ("quantization_config", "quantization"),
+        "tensor_parallel_size has its meaning": ("tp_plan", "tp_size", "tp", "distributed_config"),
+        "token has its meaning": ("use_auth_token",),
+        'leave it out, or give attn_implementation="tree_attention"': (
+            *("use_flash_attention_2", "_attn_implementation"),
+        ),
+        "leave it out: models of transformers alone are loaded, and no code of a checkpoint runs": (
+            *("trust_remote_code", "code_revision"),
+        ),
+        _READ_ANYHOW: (
+            *("low_cpu_mem_usage", "use_safetensors", "offload_folder", "offload_state_dict"),
+            *("weights_only", "offload_buffers"),
+        ),
+        "set HF_HUB_CACHE in the environment, which has its meaning": ("cache_dir",),
+        "set HF_HUB_OFFLINE=1 in the environment, which has its meaning": ("local_files_only",),
+        _HUB: ("force_download", "proxies", "resume_download", "mirror"),
+        _TRANSFORMERS: (
+            *("config", "variant", "subfolder", "gguf_file", "key_mapping", "adapter_kwargs"),
+            *("output_loading_info", "state_dict", "ignore_mismatched_sizes", "use_kernels"),
+            *("from_tf", "from_flax"),
+        ),
+    },
+    MERGE: {},
 }
 _OPTION_NAMES = frozenset(AttentionOptions.__annotations__)
 _schema = torch.ops.tree_attention.lean_decode.default._schema
@@ -226,13 +284,19 @@ def with_numbers(op: str, options: AttentionOptions) -> AttentionOptions:
 
 
 def check_option_names(
-    op: str, options: Mapping[str, object], names: Container[str] = _OPTION_NAMES
+    op: str,
+    options: Mapping[str, object],
+    names: Collection[str] = _OPTION_NAMES,
+    kind: str = ATTENTION,
 ) -> None:
-    """Raises TypeError, as Python does, for a keyword argument that `op` does not have."""
+    """Raises TypeError, as Python does, for a keyword argument that `op`, a function of a `kind`,
+    does not have, and says what has its meaning."""
     for name in options:
         if name not in names:
-            ours = [f"; {key} has its meaning" for key, x in _ELSEWHERE.items() if name in x]
-            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}{''.join(ours)}")
+            way = [f"; {say}" for say, known in _ELSEWHERE[kind].items() if name in known]
+            near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
+            way += [f"; did you mean {meant}?" for meant in near if not way]
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}{''.join(way)}")
 
 
 def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ...]:

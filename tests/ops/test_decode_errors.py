@@ -21,7 +21,7 @@ from refused_calls import (
     scale,
     transposed,
 )
-from tree_attention import lean_decode, tree_decode
+from tree_attention import all_merge_states, lean_decode, tree_decode
 from tree_attention.ops import check_decode
 
 LIMIT = 2**31
@@ -348,7 +348,12 @@ def test_lean_decode(name):
 
 @pytest.mark.parametrize(
     "name, ours",
-    [("causal", "key_ranges"), ("block_table", "page_table"), ("sm_scale", "softmax_scale")],
+    [
+        ("causal", "key_ranges"),
+        ("attn_mask", "key_ranges"),
+        ("block_table", "page_table"),
+        ("sm_scale", "softmax_scale"),
+    ],
 )
 def test_arguments_of_other_engines(name, ours):
     """The error names the argument that has the meaning here."""
@@ -359,3 +364,10 @@ def test_arguments_of_other_engines(name, ours):
         tree_decode(q(), k(), k(), **{name: None})
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'other'$"):
         lean_decode(q(), k(), k(), other=None)
+    with pytest.raises(TypeError, match=r"'softmax_scal'; did you mean softmax_scale\?$"):
+        lean_decode(q(), k(), k(), softmax_scal=None)
+    with pytest.raises(TypeError, match=r"'return_lse'; leave it out: o and lse are always ret"):
+        tree_decode(q(), k(), k(), return_lse=True)
+    # It is no argument of a merge, which has no keys.
+    with pytest.raises(TypeError, match=r"all_merge_states\(\) got an .* argument 'causal'$"):
+        all_merge_states(q(), q()[..., 0], causal=True)

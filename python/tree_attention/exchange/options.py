@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._numbers import as_integers, as_real, boolean, integer, shown
-from ..options import check_no_vmap, check_option_names, check_tensors
+from ..options import MERGE, check_no_vmap, check_option_names, check_tensors
 from .strategies import STRATEGIES, candidates
 
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
@@ -62,7 +62,7 @@ class ExchangeOptions:
     @staticmethod
     def of(op: str, options: Mapping[str, Any], dtype: torch.dtype) -> "ExchangeOptions":
         """The `MergeOptions` of a call of `op`, checked; `dtype` is the default out_dtype."""
-        check_option_names(op, options, MERGE_DEFAULTS)
+        check_option_names(op, options, MERGE_DEFAULTS, MERGE)
         out_dtype = options.get("out_dtype")
         exchange = ExchangeOptions(
             options.get("strategy", "auto"),

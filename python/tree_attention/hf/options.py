@@ -2,12 +2,12 @@
 """The options of a cache, defined once for all functions that make one."""
 
 from datetime import timedelta
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 
 from ..exchange import DEFAULT_TIMEOUT
-from ..options import check_option_names, lists_options
+from ..options import CACHE, check_option_names, lists_options
 from ..sharding import ShardLayout
 
 # Dtypes of 8 bits by the names that `kv_dtype` takes.
@@ -31,7 +31,7 @@ class CacheOptions(TypedDict, total=False):
             ranks. Not for latents, and for layers with a sliding window with `max_length` only.
     """
 
-    kv_dtype: str | None
+    kv_dtype: Literal["int8", "fp8"] | None
     max_length: int | None
     strategy: str
     timeout: float | timedelta
@@ -52,12 +52,12 @@ class EnableOptions(CacheOptions, total=False):
     """The keyword arguments of `enable` that `from_pretrained` has too."""
 
     layout: ShardLayout | None
-    prefill: str
+    prefill: Literal["auto", "split", "replicated"]
     prefill_chunk_size: int | None
     synchronize_logits: bool
 
 
 def with_defaults(op: str, options: CacheOptions) -> CacheOptions:
     """All options of a call of `op`; TypeError, as Python raises it, for names that are none."""
-    check_option_names(op, options, _DEFAULTS)
+    check_option_names(op, options, _DEFAULTS, CACHE)
     return {**_DEFAULTS, **options}
