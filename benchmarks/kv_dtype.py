@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,10 @@ CHECKPOINT = Path(passkey.__file__).parent
 SUITES = {2000: 8, 8000: 4, 16000: 1}
 DEPTHS = tuple(i / 10 for i in range(11))
 # The dtypes that take the place of the checkpoint's own: of keys and values, or of weights.
-DTYPES_OF = {"kv_dtype": (None, "int8", "fp8"), "weights": (None, "int8", "int4")}
+DTYPES_OF: dict[str, tuple[Any, ...]] = {
+    "kv_dtype": (None, "int8", "fp8"),
+    "weights": (None, "int8", "int4"),
+}
 CHUNK = 1024
 # Ten times what the coarser one shows: more is a mistake in the arithmetic.
 MAX_KLD = {"kv_dtype": 0.02, "weights": 0.5}
@@ -74,7 +77,7 @@ class Variant:
     """A model with keys and values of one dtype."""
 
     model: Any
-    kv_dtype: str | None
+    kv_dtype: Literal["int8", "fp8"] | None
 
 
 def variants_of(checkpoint: Path, dtype: torch.dtype, of: str) -> dict[str | None, Variant]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -28,7 +28,7 @@ from benchmarks.harness.program import finish, parser_of, progress_bar
 from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention import hf
 
-KV_DTYPES = (None, "int8")
+KV_DTYPES: tuple[Literal["int8"] | None, ...] = (None, "int8")
 CHUNK = 2048
 
 

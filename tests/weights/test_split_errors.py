@@ -54,7 +54,7 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         (TypeError, "unexpected keyword argument 'spl", partial(hf.from_pretrained, path, split=1)),
         *(
             (ValueError, f"dtype must be .*, got {x!r}", partial(hf.from_pretrained, path, dtype=x))
-            for x in ("auto", torch.int8)
+            for x in ("bf16", torch.int8)
         ),
     ]
     _check(refusals)

@@ -26,6 +26,7 @@ def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> b
         True where the tokens of its prompts can be split over ranks.
     """
     check_layers("enable", model, cache)
+    _check_causal(model)
     _check_latents(model, cache.kv_dtype)
     _check_keys(model, cache.kv_dtype)
     for module in model.modules():
@@ -75,6 +76,17 @@ def _layer_idx(layer: torch.nn.Module) -> int | None:
     """The place in a cache that the modules of a layer have."""
     found = (getattr(module, "layer_idx", None) for module in layer.modules())
     return next((number for number in found if number is not None), None)
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    """Refuses an encoder, whose queries see the tokens after them as well."""
+    for module in model.modules():
+        if getattr(module, "is_causal", None) is False:
+            raise ValueError(
+                f"enable: {type(model).__name__} is an encoder: in its {type(module).__name__} a "
+                "query sees the tokens after it too (is_causal is False), and a text that is "
+                "generated has none; take a decoder, as GPT-2 or Llama is"
+            )
 
 
 def _check_latents(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:

@@ -4,6 +4,7 @@
 import functools
 import os
 import warnings
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -31,7 +32,7 @@ def enable(
     group: ProcessGroup | Communicator | None = None,
     layout: ShardLayout | None = None,
     *,
-    prefill: str = "auto",
+    prefill: Literal["auto", "split", "replicated"] = "auto",
     prefill_chunk_size: int | None = 2048,
     synchronize_logits: bool = False,
     **options: Unpack[CacheOptions],
@@ -90,21 +91,55 @@ def enable(
         ids = model.generate(**inputs, max_new_tokens=4, do_sample=False)
         print(ids.shape)  # torch.Size([1, 10])
     """
+    mesh = check_model("enable", model)
+    setup, can_split = check_enable(
+        model,
+        mesh,
+        group,
+        layout,
+        prefill=prefill,
+        prefill_chunk_size=prefill_chunk_size,
+        synchronize_logits=synchronize_logits,
+        **options,
+    )
+    if mesh is None:
+        _warn_if_not_initialised()
+    else:
+        mesh.timeout = setup.shard.timeout
+    patch(model, setup, splits_prompts=can_split and setup.prefill != "replicated")
+    return model
+
+
+def check_enable(
+    model: PreTrainedModel,
+    mesh: Mesh | None,
+    group: ProcessGroup | Communicator | None = None,
+    layout: ShardLayout | None = None,
+    *,
+    prefill: Literal["auto", "split", "replicated"] = "auto",
+    prefill_chunk_size: int | None = 2048,
+    synchronize_logits: bool = False,
+    **options: Unpack[CacheOptions],
+) -> tuple[Setup, bool]:
+    """Raises what `enable` does; `model` may be on the meta device. `mesh`: that splits its
+    weights, or None.
+
+    Returns:
+        What the enabled model needs, and whether the tokens of its prompts can be split.
+    """
     options = with_defaults("enable", options)
     if prefill_chunk_size is not None:
         prefill_chunk_size = integer("enable", "prefill_chunk_size", prefill_chunk_size, 1)
-    mesh = check_model("enable", model)
     if mesh is None:
         comm = logits_comm = get_communicator(group)
-        _warn_if_not_initialised()
     else:
         _check_split(group, mesh, options)
         comm, logits_comm, group = mesh.sums, mesh.calls, mesh.context_group
-    prefill = _checked_prefill(prefill, options["deterministic"])
+    chosen = _checked_prefill(prefill, options["deterministic"])
     place = get_communicator(group)  # which every call then uses, whatever becomes of the world
     new_cache = functools.partial(TreeCache, model.config, place, layout, **options)
     cache = new_cache()  # refuses now what every call of generate would refuse
-    can_split = check_attention(model, cache, prefill)
+    can_split = check_attention(model, cache, chosen)
     setup = Setup(
         comm,
         new_cache,
@@ -113,12 +148,9 @@ def enable(
         cache.max_length,
         prefill_chunk_size,
         SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None,
-        prefill,
+        chosen,
     )
-    patch(model, setup, splits_prompts=can_split and prefill != "replicated")
-    if mesh is not None:
-        mesh.timeout = cache.shard.timeout
-    return model
+    return setup, can_split
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:

@@ -2,38 +2,45 @@
 """Models whose weights are split over ranks, from a checkpoint or from memory."""
 
 import inspect
-from pathlib import Path
+from os import PathLike
+from typing import Literal, get_type_hints
 
 import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from typing_extensions import Unpack
 
+from .._numbers import shown
 from ..exchange import DEFAULT_TIMEOUT, Signature, check_timeout, on_every_rank
-from ..options import lists_options
+from ..options import LOADING, check_option_names, lists_options
+from ..weights.checkpoint.files import Source
 from ..weights.digests import digest_parameters
 from ..weights.experts import choose_experts
-from ..weights.load import DIGEST, check_numbers, load
+from ..weights.load import DIGEST, check_weights, device_of, dtype_of, load
 from ..weights.mesh import Mesh
 from ..weights.plan import WeightPlan, plan
 from ..weights.split import attach, split
 from ..weights.whole import check_model
-from .enable import disable, enable
+from .enable import check_enable, disable, enable
 from .options import EnableOptions
 from .patch import is_enabled
 
-_OF_ENABLE = inspect.signature(enable)
+_PARAMETERS = inspect.signature(enable).parameters
+_OF_ENABLE = {name: _PARAMETERS[name].default for name in get_type_hints(EnableOptions)}
 
 
-@lists_options(EnableOptions, {name: x.default for name, x in _OF_ENABLE.parameters.items()})
+@lists_options(EnableOptions, _OF_ENABLE)
 def from_pretrained(
-    path: str | Path,
+    path: str | PathLike[str],
     *,
     group: ProcessGroup | None = None,
     tensor_parallel_size: int = 1,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["auto", "float32", "bfloat16", "float16"] | None = None,
     device: torch.device | str | None = None,
-    weights: str | None = None,
+    weights: Literal["int8", "int4"] | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    attn_implementation: Literal["tree_attention"] = "tree_attention",
     **enable_options: Unpack[EnableOptions],
 ) -> PreTrainedModel:
     """Loads a checkpoint whose weights are split over the ranks of a group, and enables it.
@@ -49,13 +56,20 @@ def from_pretrained(
 
     Args:
         path: a directory with config.json and safetensors files, or a name on the Hugging Face Hub.
+            What looks like a path, as `models/llama` where there is a directory models, is not
+            asked of the Hub.
         group, tensor_parallel_size: see `parallelize`.
-        dtype: dtype of the weights, by default the checkpoint's.
+        dtype: dtype of the weights, or its name; None, the default, and "auto" are the
+            checkpoint's.
         device: where the weights go, by default the CPU.
         weights: "int8" or "int4" quantises linear layers and experts while they are read, and
             activations stay as they are: int8 with a scale for each output, int4 with one for each
             128 inputs of an output, both symmetric. The embedding, the head, norms and routers keep
             their dtype. On the CPU. None, the default, quantises nothing.
+        token: what the Hub asks for of models with restricted access; None is that of `hf auth
+            login`, and True requires one.
+        revision: branch, tag or commit on the Hub, by default main.
+        attn_implementation: that of all models that this function loads.
         timeout: see `enable`; also the longest that a rank waits for others to have loaded theirs.
         layout, prefill, prefill_chunk_size, synchronize_logits, kv_dtype, max_length, strategy,
             deterministic: see `enable`.
@@ -64,23 +78,37 @@ def from_pretrained(
         The model in eval mode.
 
     Raises:
-        TypeError, ValueError: an argument is out of range, the model cannot be split, or a file is
-            damaged, lacks weights or contradicts config.json.
-        OSError: a file is missing.
+        TypeError, ValueError: an argument is out of range or unknown, in which case the error names
+            the one with its meaning; the model cannot be enabled or split; or a file is damaged,
+            lacks weights or contradicts config.json.
+        OSError: the directory or a file is missing.
         ExchangeError: another rank raised one of these, was lost, or has another checkpoint, dtype
             or weights.
 
     Source: Helix parallelism (arXiv:2507.07120).
     """
     timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
-    _OF_ENABLE.bind(None, **enable_options)  # TypeError for unknown names
+    names = inspect.signature(from_pretrained).parameters
+    check_option_names("from_pretrained", enable_options, names, LOADING)
     mesh = Mesh(group, tensor_parallel_size, timeout, op="from_pretrained")
 
     def load_parts() -> tuple[Signature, PreTrainedModel]:
-        place = torch.device("cpu" if device is None else device)
-        check_numbers(dtype, weights, place)
+        if attn_implementation != "tree_attention":
+            raise ValueError(
+                "from_pretrained: attn_implementation must be 'tree_attention', got "
+                f"{shown(attn_implementation)}; AutoModelForCausalLM.from_pretrained loads models "
+                "with others"
+            )
+        source = Source.of(path, token, revision)
+        place = device_of(device)
+        number_type = dtype_of(dtype)
+        check_weights(weights, place)
+
+        def check(model: PreTrainedModel) -> None:
+            check_enable(model, mesh, **enable_options)
+
         with torch.device("cpu"):  # whatever the caller's default is
-            signature, model = load(path, mesh, dtype, place, weights)
+            signature, model = load(source, mesh, number_type, place, weights, check)
         return (*signature, ("weights", weights), ("dtype", str(model.dtype))), model
 
     model, _ = on_every_rank("from_pretrained", mesh.calls, timeout, load_parts)

@@ -2,8 +2,7 @@
 """Loading a checkpoint: each rank makes a model with its parts of the weights, and no other."""
 
 import re
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import torch
 import transformers
@@ -20,8 +19,9 @@ from transformers import (
 )
 
 from .._json import read_json_object
+from .._numbers import shown
 from ..exchange import Signature
-from .checkpoint.files import check_config_file, find_file, others
+from .checkpoint.files import Source, check_config_file, find_file, others
 from .checkpoint.reading import Checkpoint
 from .digests import digest_tensors
 from .experts import choose_experts, quantise_experts
@@ -34,14 +34,38 @@ from .whole import check_model
 
 # The field by which ranks compare the weights that they have.
 DIGEST = "digest of the whole weights"
+# Dtypes of weights by the names that callers of `from_pretrained` may give.
+_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
-def check_numbers(dtype: torch.dtype | None, weights: str | None, device: torch.device) -> None:
-    if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+def dtype_of(dtype: object) -> torch.dtype | None:
+    """The dtype that callers of `from_pretrained` name; None: the checkpoint's."""
+    found = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if not (found is None or (isinstance(found, torch.dtype) and found.is_floating_point)):
         raise ValueError(
-            "from_pretrained: dtype must be a floating dtype of torch, or None for the "
-            f"checkpoint's, got {dtype!r}"
+            f"from_pretrained: dtype must be a floating dtype of torch, one of "
+            f"{', '.join(_DTYPES)}, or None for the checkpoint's, got {shown(dtype)}"
         )
+    return found
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """The device that callers of `from_pretrained` name; None: the CPU."""
+    try:
+        return torch.device("cpu" if device is None else device)
+    except RuntimeError:
+        raise ValueError(
+            "from_pretrained: device must be one of torch, such as 'cpu' or 'cuda', got "
+            f"{shown(device)}"
+        ) from None
+
+
+def check_weights(weights: str | None, device: torch.device) -> None:
     if weights is not None and weights not in SCHEMES:
         raise ValueError(
             f"from_pretrained: weights must be one of {', '.join(SCHEMES)} or None, got {weights!r}"
@@ -53,20 +77,23 @@ def check_numbers(dtype: torch.dtype | None, weights: str | None, device: torch.
 
 
 def load(
-    path: str | Path,
+    source: Source,
     mesh: Mesh,
     dtype: torch.dtype | None,
     device: torch.device,
     weights: str | None,
+    check: Callable[[PreTrainedModel], object],
 ) -> tuple[Signature, PreTrainedModel]:
-    """The signature of the whole weights of a checkpoint, and the model with this rank's parts."""
-    file = find_file(path, "config.json", required=True)
+    """The signature of the whole weights of a checkpoint, and the model with this rank's parts;
+    `check` is called with the whole model on the meta device, before weights are read."""
+    file = find_file(source, "config.json", required=True)
     if file is None:
-        raise OSError(f"from_pretrained: {path} has no config.json{others(path)}")
+        raise OSError(f"from_pretrained: {source} has no config.json{others(source)}")
     check_config_file(file, "from_pretrained: the configuration")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    checkpoint = Checkpoint(path, config.to_dict().get("quantization_config") or {})
-    config = _text_config(path, config, checkpoint)
+    config = AutoConfig.from_pretrained(source.path, trust_remote_code=False, **source.of_hub)
+    _check_text(source, config)
+    checkpoint = Checkpoint(source, config.to_dict().get("quantization_config") or {})
+    config = _text_config(config, checkpoint)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the model that is made no weight is quantised
     with torch.device("meta"):
@@ -77,6 +104,7 @@ def load(
             trust_remote_code=False,
         )
     check_model("from_pretrained", model)
+    check(model)
     # As transformers does: some models keep norms in float32 when the others are float16.
     for pattern, kept in model._get_dtype_plan(model.dtype).items():
         for name, parameter in model.named_parameters():
@@ -97,34 +125,42 @@ def load(
         made.cuts.clear()
     _fill(model, tensors, made, weights, device, show=mesh.rank == 0)
     choose_experts(model)
-    file = find_file(path, "generation_config.json")
+    file = find_file(source, "generation_config.json")
     if file is not None:
         # transformers says of a damaged one that there is none.
         read_json_object(file, "from_pretrained: the defaults of generation in")
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        model.generation_config = GenerationConfig.from_pretrained(source.path, **source.of_hub)
     model = model.to(device).eval()
     attach(model, mesh, made if is_split else None, digest, is_quantised=weights is not None)
     return ((DIGEST, digest),), model
 
 
-def _text_config(
-    path: str | Path, config: PreTrainedConfig, checkpoint: Checkpoint
-) -> PreTrainedConfig:
-    """The configuration of the model of text in a checkpoint, whose other weights are left out."""
-    text = config.get_text_config(decoder=True)
-    if text is not config and not config.is_encoder_decoder:
-        text.dtype = text.dtype or config.dtype
-        # As transformers: where the checkpoint has both weights, they are not tied.
-        is_tied = any(getattr(x, "tie_word_embeddings", False) for x in (config, text))
-        text.tie_word_embeddings = not checkpoint.take_text() and is_tied
-        config = text
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+def _check_text(source: Source, config: PreTrainedConfig) -> None:
+    """Raises ValueError unless a checkpoint has a model of text that transformers can make."""
+    if config.is_encoder_decoder:
         raise ValueError(
-            f"from_pretrained: {path} has the model_type {config.model_type!r}, for which "
+            f"from_pretrained: {source} has the model_type {config.model_type!r}, an encoder with "
+            "a decoder; only decoders of text alone are supported"
+        )
+    text = config.get_text_config(decoder=True)
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"from_pretrained: {source} has the model_type {text.model_type!r}, for which "
             f"transformers {transformers.__version__} has no model of text with a language head "
             "(AutoModelForCausalLM); only such models are supported"
         )
-    return config
+
+
+def _text_config(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The configuration of the model of text in a checkpoint, whose other weights are left out."""
+    text = config.get_text_config(decoder=True)
+    if text is config:
+        return config
+    text.dtype = text.dtype or config.dtype
+    # As transformers: where the checkpoint has both weights, they are not tied.
+    is_tied = any(getattr(x, "tie_word_embeddings", False) for x in (config, text))
+    text.tie_word_embeddings = not checkpoint.take_text() and is_tied
+    return text
 
 
 def _fill(

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The files of a checkpoint, whose JSON is checked before anything is built from it."""
 
+import difflib
 import os
 import reprlib
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
 from ..._json import read_json_object
+from ..._numbers import shown
 from ...exchange import sentence
 
 # Fields that no model can have at 0 or below.
@@ -48,9 +51,94 @@ _OTHER_FILES = {
 _LFS_POINTER = b"version https://git-lfs"
 
 
-def others(path: str | Path) -> str:
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint is: a directory, or a name on the Hub and what reaches it there."""
+
+    path: str
+    token: str | bool | None = field(default=None, repr=False)
+    revision: str | None = None
+
+    @staticmethod
+    def of(path: object, token: object = None, revision: object = None) -> "Source":
+        """The source that callers of `from_pretrained` name; a missing directory is an OSError
+        before anything asks the Hub for it."""
+        what = "from_pretrained: {} must be {}, got {}"
+        a_path = "a directory, or a name on the Hugging Face Hub"
+        if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+            raise TypeError(what.format("path", a_path, shown(path)))
+        if not isinstance(token, str | bool | None):  # whose value is nobody's business
+            raise TypeError(what.format("token", "a string, True or None", type(token).__name__))
+        if not isinstance(revision, str | None):
+            a_revision = "the name of a branch, tag or commit, or None"
+            raise TypeError(what.format("revision", a_revision, shown(revision)))
+        name = os.path.expanduser(os.fspath(path))
+        if not name.strip() or "\0" in name:
+            raise ValueError(what.format("path", a_path, shown(path)))
+        if os.path.isfile(name):
+            raise OSError(
+                f"from_pretrained: {name} is a file; give the directory that has it and config.json"
+            )
+        found = Source(name, token, revision)
+        if isinstance(path, os.PathLike) and not os.path.isdir(name):
+            raise found.missing()
+        return found
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def is_of_hub(self) -> bool:
+        """True for what may be a name on the Hub, as `name` and `owner/name`: none of those begins
+        like a path, has a second separator, or an owner that is a directory here."""
+        owner, *names = self.path.split("/")
+        is_path = self.path.startswith((".", "/", "~")) or len(names) > 1
+        return not (is_path or os.path.isdir(self.path) or (names and os.path.isdir(owner)))
+
+    @property
+    def of_hub(self) -> dict[str, Any]:
+        """The keyword arguments of transformers' functions that read files of a checkpoint. What is
+        no name of the Hub is looked for in the cache of its client alone, which asks nobody."""
+        local = {} if self.is_of_hub else {"local_files_only": True}
+        return {"token": self.token, "revision": self.revision, **local}
+
+    def missing(self, said: str = "") -> OSError:
+        """The error where there is no such directory; `said` is the Hub's, where it was asked."""
+        near = _near(Path(self.path))
+        way = "give the directory of a checkpoint" if near is None else f"did you mean {near}?"
+        if said:
+            reason = f"no name on the Hugging Face Hub that can be read: {said}"
+            meant = "" if near is None else f" {way}"
+            return OSError(f"from_pretrained: {self.path} is no directory, and {reason}{meant}")
+        owner = self.path.partition("/")[0]
+        if self.path.count("/") == 1 and os.path.isdir(owner) and owner.strip("."):
+            way += (
+                f" As {owner} is a directory here, the Hugging Face Hub is not asked: if it has "
+                f"{self.path}, call `hf download {self.path}` first"
+            )
+        return OSError(f"from_pretrained: there is no directory {self.path}; {way}")
+
+
+def _near(path: Path) -> Path | None:
+    """A directory whose path differs from a missing one by slips."""
+    found = Path(path.anchor)
+    for part in path.relative_to(found).parts:
+        if not (found / part).is_dir():
+            try:
+                names = [x.name for x in found.iterdir() if x.is_dir()]
+            except OSError:
+                return None
+            near = difflib.get_close_matches(part, names, n=1, cutoff=0.7)
+            if not near:
+                return None
+            part = near[0]
+        found /= part
+    return found
+
+
+def others(source: Source) -> str:
     """Names the other files of a directory, for the error of a missing one."""
-    directory = Path(path)
+    directory = Path(source.path)
     if not directory.is_dir():
         return f"; where it has weights in another format, load it with transformers, {_SAVE}"
     for pattern, meaning in _OTHER_FILES.items():
@@ -100,30 +188,27 @@ def files_of(index: str | os.PathLike[str], what: str) -> list[str]:
     return sorted({*found})
 
 
-def find_file(path: str | Path, name: str, required: bool = False) -> Path | None:
+def find_file(source: Source, name: str, required: bool = False) -> Path | None:
     """A file of a checkpoint, from the Hub if need be; None if it has no such file.
 
     Of a required one that no directory here can have, the OSError tells what the Hub said: it may
     not have been reached.
     """
-    if os.path.isfile(path):
-        raise OSError(
-            f"from_pretrained: {path} is a file; give the directory that has it and config.json"
-        )
-    required = required and not os.path.isdir(path)
+    required = required and not os.path.isdir(source.path)
     try:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=required)
+        file = cached_file(
+            source.path, name, _raise_exceptions_for_missing_entries=required, **source.of_hub
+        )
     except OSError as error:
-        reason = f"from_pretrained: {path} is no directory, and no name on the Hugging Face Hub"
-        raise OSError(f"{reason} that can be read: {sentence(error)}") from None
+        raise source.missing(sentence(error) if source.is_of_hub else "") from None
     return None if file is None else Path(file)
 
 
-def opened(path: str | Path, name: str) -> Any:
+def opened(source: Source, name: str) -> Any:
     """A safetensors file of a checkpoint, mapped into memory."""
-    file = find_file(path, name, required=True)
+    file = find_file(source, name, required=True)
     if file is None:
-        raise OSError(f"from_pretrained: {path} lacks the file {name}, which its index names")
+        raise OSError(f"from_pretrained: {source} lacks the file {name}, which its index names")
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:

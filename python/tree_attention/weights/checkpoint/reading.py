@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformers.core_model_loading import (
 
 from ...exchange import sentence
 from ..parts import Lazy, OfFile
-from .files import files_of, find_file, opened, others
+from .files import Source, files_of, find_file, opened, others
 from .formats import check_format, sources_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -43,19 +42,19 @@ class Checkpoint:
     no memory of this process.
     """
 
-    def __init__(self, path: str | Path, quantization: Mapping[str, Any]) -> None:
-        self.path = path
-        index = find_file(path, _INDEX)
-        single = None if index is not None else find_file(path, _SINGLE, required=True)
+    def __init__(self, source: Source, quantization: Mapping[str, Any]) -> None:
+        self.path = path = source.path
+        index = find_file(source, _INDEX)
+        single = None if index is not None else find_file(source, _SINGLE, required=True)
         if index is None and single is None:
             raise OSError(
-                f"from_pretrained: {path} has neither {_SINGLE} nor {_INDEX}{others(path)}"
+                f"from_pretrained: {path} has neither {_SINGLE} nor {_INDEX}{others(source)}"
             )
         names = [_SINGLE] if index is None else files_of(index, "from_pretrained: the index")
         check_format(path, quantization)
         self.files = {
             key: handle.get_tensor(key)
-            for handle in (opened(path, name) for name in names)
+            for handle in (opened(source, name) for name in names)
             for key in handle.keys()  # noqa: SIM118
         }
         try:
