@@ -73,6 +73,8 @@ def new_layers(
             layers.append(ring(shard, size, kv_dtype, window=window))
         else:
             layers.append((TreeCacheLayer, StaticTreeCacheLayer)[is_fixed](shard, size, kv_dtype))
+    if is_fixed:
+        _note_first_allocations(layers)
     # A matrix product that makes keys of latents may round otherwise for another number of rows.
     if shard.deterministic and rank is not None:
         raise ValueError("TreeCache: deterministic is not supported with latent attention")
@@ -82,6 +84,16 @@ def new_layers(
             f"window of {window}, got max_length=None"
         )
     return layers
+
+
+def _note_first_allocations(layers: list[Any]) -> None:
+    """Tells the first layer of each kind, whose rows are of one size, how many there are."""
+    kinds: dict[Any, list[TreeCacheLayer]] = {}
+    for layer in layers:
+        if isinstance(layer, TreeCacheLayer):
+            kinds.setdefault((type(layer), layer.window), []).append(layer)
+    for first, *others in kinds.values():
+        first.allocates_for = 1 + len(others)
 
 
 def _layer_kinds(config: PreTrainedConfig) -> list[str]:

@@ -86,6 +86,7 @@ class StaticTreeCacheLayer(TreeCacheLayer):
     def __init__(self, shard: Shard, progress: Progress, kv_dtype: torch.dtype | None) -> None:
         self.progress, self.number = progress, progress.num_layers
         progress.num_layers += 1
+        self.max_length = progress.max_length
         super().__init__(shard, growth=1, kv_dtype=kv_dtype)
 
     @property

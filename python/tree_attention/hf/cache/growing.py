@@ -2,7 +2,7 @@
 """The keys and values of one layer that this rank holds."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..._numbers import integer
 from ...ops import append_kv
+from .memory import Need, is_out_of_memory
 from .operands import check_taken
 from .shard import Shard
 from .token_split import TokenSplit, current_token_split
@@ -94,6 +95,10 @@ class TreeCacheLayer(CacheLayerMixin):
     first = 0  # the global slot from which on this layer holds all slots, on all ranks together
     dropped = 0  # number of local slots before the one at the beginning of the buffers
     page_size = 0  # of the pages in which a ring is attended to; 0: the buffers are no ring
+    max_length: int | None = None  # of a cache of fixed size
+    # The number of layers whose first allocation is as large as this one's, which the first of them
+    # compares with the memory that is free. The others have 1.
+    allocates_for = 1
     keeps_last_pass = False  # for assisted decoding, which takes back all candidates of a pass
 
     key_rows: Tensor  # [batch, num_heads_kv, capacity, head_dim]
@@ -426,8 +431,9 @@ class TreeCacheLayer(CacheLayerMixin):
         """Replaces the buffers by ones with `capacity` slots, and copies into them the slots `used`
         of the sequences `rows`, or of all sequences."""
 
+        batch = len(self.key_rows if rows is None else rows)
+
         def reallocate(x: Tensor) -> Tensor:
-            batch = len(x) if rows is None else len(rows)
             new = x.new_empty((batch, x.shape[1], capacity, *x.shape[3:]))
             kept = x[:, :, used]
             begin = new[:, :, : kept.shape[2]]
@@ -442,8 +448,25 @@ class TreeCacheLayer(CacheLayerMixin):
 
         # Tensors made in inference mode cannot be written to outside of it, where buffers live on.
         with torch.inference_mode(False), torch.no_grad():
-            new = {name: reallocate(x) for name, x in self.buffers().items()}
+            new = self._allocated(batch, capacity, reallocate)
             self.hold(new, dropped)
+
+    def _allocated(
+        self, batch: int, capacity: int, reallocate: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """The buffers that `reallocate` makes of the layer's, or torch.OutOfMemoryError."""
+        old = self.buffers()
+        if torch.compiler.is_compiling():
+            return {name: reallocate(x) for name, x in old.items()}
+        num_layers = 1 if self.is_initialized else self.allocates_for
+        need = Need(old, batch, capacity, num_layers, self.max_length, self.shard.world_size)
+        need.check()
+        try:
+            return {name: reallocate(x) for name, x in old.items()}
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise need.error() from None
+            raise
 
 
 def interrupted() -> RuntimeError:

@@ -17,6 +17,7 @@ from ...sharding import ShardLayout
 from ..options import KV_DTYPES, CacheOptions, takes_cache_options, with_defaults
 from .build import keeps_state, new_layers
 from .growing import TreeCacheLayer, cropped_length, interrupted
+from .memory import in_words
 from .shard import Moves, Shard
 from .snapshot import files as snapshot
 from .snapshot.index import describe_model, kinds_of_states, layers_of
@@ -93,6 +94,20 @@ class TreeCache(StateCache):
         self._first_kv, self._last_kv = kv[0], kv[-1]
         self._made = self.kv_layers
         self._is_half_cut = False  # whether `crop` has reached some layers and not yet all
+
+    def __repr__(self) -> str:
+        layers = self.kv_layers
+        first, shard = layers[0], self.shard
+        dtype = first.key_rows.dtype if first.is_initialized else self.kv_dtype
+        kind = "" if dtype is None else f", {str(dtype).removeprefix('torch.')}"
+        most = "" if self.max_length is None else f" of max_length {self.max_length:,}"
+        batch = len(first.key_rows) if first.is_initialized else 0
+        several = f" in {batch} sequences" if batch > 1 else ""
+        return (
+            f"{type(self).__name__}({first.length:,} tokens{most}{several}, {len(layers)} layers"
+            f"{kind}, rank {shard.rank} of {shard.world_size}, {in_words(self.num_bytes)} on this "
+            f"rank)"
+        )
 
     @property
     def kv_layers(self) -> list[TreeCacheLayer]:

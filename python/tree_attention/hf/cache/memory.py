@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is said where a cache finds no memory, and how much there is."""
+
+import math
+import os
+import resource
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The least that is compared with the memory that is free, which takes tens of microseconds: what is
+# smaller is left to the allocator.
+_LEAST_COMPARED = 64 << 20
+_SCALE_BYTES = 4  # of keys of 8 bits, for each token and head
+
+
+class Need(NamedTuple):
+    """Buffers that a layer is about to allocate."""
+
+    buffers: Mapping[str, Tensor]  # of the layer, of which all but the number of slots stays
+    batch: int
+    capacity: int  # in slots of a sequence
+    num_layers: int  # that will allocate as much
+    max_length: int | None  # of a cache of fixed size, on all ranks together
+    world_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token of a sequence in all these layers."""
+        rows = (x.itemsize * x.shape[1] * math.prod(x.shape[3:]) for x in self.buffers.values())
+        return self.num_layers * sum(rows)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.batch * self.capacity * self.token_bytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffers["keys"].device
+
+    def check(self) -> None:
+        """Raises torch.OutOfMemoryError where the device certainly has no room."""
+        if self.num_bytes >= _LEAST_COMPARED:
+            free = free_bytes(self.device)
+            if free is not None and free < self.num_bytes:
+                raise self.error(free)
+
+    def error(self, free: int | None = None) -> torch.OutOfMemoryError:
+        free = free_bytes(self.device) if free is None else free
+        there = "" if free is None else f", and {in_words(free)} are free"
+        layers = f"{self.num_layers} layer{'s' * (self.num_layers > 1)}"
+        each = f"{self.token_bytes:,} bytes each in {layers}"
+        if self.batch > 1:
+            each += f", {self.batch} sequences"
+        ways = ["fewer tokens" if self.max_length is None else "a smaller max_length"]
+        keys = self.buffers["keys"]
+        if keys.dtype.is_floating_point and keys.itemsize > 1:
+            heads = keys.shape[1]
+            in_8_bits = self.token_bytes // keys.itemsize
+            in_8_bits += self.num_layers * heads * _SCALE_BYTES * len(self.buffers)
+            ways.append(f"kv_dtype='int8' ({in_8_bits:,} bytes each)")
+        elif self.batch > 1:
+            ways.append("fewer sequences")
+        ways.append(f"more ranks than {self.world_size}, each of which holds its share")
+        whole = "" if self.max_length is None else f" of max_length {self.max_length:,}"
+        return torch.OutOfMemoryError(
+            f"TreeCache: {self.capacity:,} tokens{whole} on this rank need "
+            f"{in_words(self.num_bytes)} of {self.device} ({each}){there}; take "
+            f"{', '.join(ways[:-1])}, or {ways[-1]}"
+        )
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True for what torch's allocators raise, of which that of the CPU has no class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What a process can still allocate on a device, or None where nobody knows."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type != "cpu":
+        return None
+    found: list[int] = []
+    with suppress(OSError, ValueError, KeyError):
+        lines = dict(x.split(":") for x in Path("/proc/meminfo").read_text().splitlines())
+        found.append(sum(int(lines[x].split()[0]) << 10 for x in ("MemAvailable", "SwapFree")))
+    with suppress(OSError, ValueError, IndexError):
+        pages = Path("/proc/self/statm").read_text().split()
+        # Of all mappings, and of data and stacks.
+        for limit, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+            most, _ = resource.getrlimit(limit)
+            if most != resource.RLIM_INFINITY:
+                found.append(max(0, most - int(used) * os.sysconf("SC_PAGE_SIZE")))
+    return min(found, default=None)
+
+
+def in_words(num_bytes: float) -> str:
+    """A size in the largest unit of which there is one."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if round(num_bytes / unit, 1) >= 1:
+            return f"{num_bytes / unit:,.1f} {name}"
+    return f"{num_bytes / 1024:,.1f} KiB"

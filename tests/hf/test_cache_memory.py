@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A cache that finds no memory says how much it needs, what is free, and what to do.
+
+The mistakes these tests are for: an allocator's error of so many bytes, some layers that have their
+buffers when another finds that there is no room, a process that the system ends.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hf_caches import append
+from hf_models import CONFIGS
+from tree_attention import hf
+from tree_attention.hf.cache import memory
+
+# Under a limit on what the process may map, which this test must not have itself.
+PROGRAM = """
+import os
+import resource
+
+import torch
+
+from hf_caches import append
+from hf_models import CONFIGS, make_model, make_prompts
+from tree_attention import hf
+from tree_attention.hf.cache import memory
+
+config = CONFIGS["llama"]
+append(hf.TreeCache(config), 1)  # which starts threads
+model = make_model("llama")
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+most = used + (512 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def refused(call):
+    try:
+        call()
+    except torch.OutOfMemoryError as error:
+        print(error)
+    else:
+        raise AssertionError("it found memory")
+
+
+fixed = hf.TreeCache(config, max_length=4_000_000)
+refused(lambda: append(fixed, 1))
+assert not any(layer.is_initialized for layer in fixed.kv_layers)
+growing = hf.TreeCache(config, growth=100_000)
+refused(lambda: [append(growing, 100_000) for _ in range(40)])
+held = min(layer.length for layer in growing.kv_layers)
+growing.crop(held if hf.cache.growing.CROP_KEEPS else 0)
+assert growing.get_seq_length() == held >= 300_000
+del growing
+hf.enable(model, max_length=40_000_000)
+refused(lambda: model.generate(**make_prompts(), max_new_tokens=2))
+memory.free_bytes = lambda device: None  # then the allocator is the one that says it
+refused(lambda: append(hf.TreeCache(config, max_length=4_000_000, kv_dtype="int8"), 1))
+"""
+HEAD = r"TreeCache: {} tokens{} on this rank need "
+WAYS = (
+    r"take {}, kv_dtype='int8' \(\d+ bytes each\), or more ranks than 1, each of which holds its sh"
+)
+
+
+def test_a_limit_of_memory() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert found.returncode == 0, found.stderr
+    fixed, growing, generated, unknown = found.stdout.splitlines()
+    layers = CONFIGS["llama"].num_hidden_layers
+    each = rf"\({layers * 128} bytes each in {layers} layers, 2 sequences\), and \S+ MiB are free; "
+    head = HEAD.format("4,000,000", " of max_length 4,000,000")
+    for line, says in (
+        (fixed, head + rf"\S+ GiB of cpu {each}" + WAYS.format("a smaller max_length")),
+        (
+            growing,
+            HEAD.format(r"\S+00,000", "") + r"\S+ MiB of cpu \(128 bytes each in 1 layer, 2 ",
+        ),
+        (growing, r"MiB are free; " + WAYS.format("fewer tokens")),
+        (generated, HEAD.format("40,000,000", " of max_length 40,000,000")),
+        (
+            unknown,
+            head + r".*sequences\); take a smaller max_length, fewer sequences, or more ranks",
+        ),
+    ):
+        assert re.search(says, line), (says, line)
+
+
+def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = memory.free_bytes(torch.device("cpu"))
+    assert free is not None and free > 1 << 20
+    assert memory.free_bytes(torch.device("meta")) is None
+    monkeypatch.setattr(memory, "free_bytes", lambda device: (1 << 30) - 1)
+    size = (1 << 30) // (2 * 128 * CONFIGS["llama"].num_hidden_layers)
+    append(hf.TreeCache(CONFIGS["llama"], max_length=size - 64), 1)
+    with pytest.raises(torch.OutOfMemoryError, match=r"need 1.0 GiB of cpu .* 1.0 GiB are free"):
+        append(hf.TreeCache(CONFIGS["llama"], max_length=size), 1)
+
+
+def test_a_cache_prints_what_it_holds() -> None:
+    config = CONFIGS["llama"]
+    layers = f"{config.num_hidden_layers} layers"
+    cache = hf.TreeCache(config)
+    assert repr(cache) == f"TreeCache(0 tokens, {layers}, rank 0 of 1, 0.0 KiB on this rank)"
+    append(cache, 1500)
+    size = cache.num_bytes / 2**20
+    assert repr(cache) == (
+        f"TreeCache(1,500 tokens in 2 sequences, {layers}, float32, rank 0 of 1, {size:.1f} MiB "
+        "on this rank)"
+    )
+    fixed = hf.TreeCache(config, max_length=2000, kv_dtype="int8")
+    assert "TreeCache(0 tokens of max_length 2,000, " in str(fixed) and ", int8," in str(fixed)
