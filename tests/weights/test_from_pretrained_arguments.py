@@ -106,7 +106,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("a/b/c", "there is no directory a/b/c; give the directory of a checkpoint"),
         ("/nowhere", "there is no directory /nowhere; give the directory of a checkpoint"),
         ("~/nowhere", "there is no directory /.*/nowhere; give"),
-        (Path("nowhere"), "there is no directory nowhere; give the directory of a checkpoint"),
+        (Path("nowhere"), "there is no directory nowhere; .* or, as a string, a name on the Hub"),
     ],
 )
 def test_paths_are_not_asked_of_the_hub(

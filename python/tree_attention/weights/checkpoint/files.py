@@ -105,7 +105,9 @@ class Source:
     def missing(self, said: str = "") -> OSError:
         """The error where there is no such directory; `said` is the Hub's, where it was asked."""
         near = _near(Path(self.path))
-        way = "give the directory of a checkpoint" if near is None else f"did you mean {near}?"
+        way = f"did you mean {near}?"
+        if near is None:
+            way = "give the directory of a checkpoint, or, as a string, a name on the Hub"
         if said:
             reason = f"no name on the Hugging Face Hub that can be read: {said}"
             meant = "" if near is None else f" {way}"
