@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples" / "passkey-llama"))
 import passkey  # type: ignore[import-not-found]
 from benchmarks.harness.program import finish, parser_of, progress_bar
 from benchmarks.harness.report import Report, columns_of, environment, verdict
-from tree_attention.hf import TreeCache, from_pretrained
+from tree_attention.hf import CACHE_NAME, TreeCache, from_pretrained
 
 CHECKPOINT = Path(passkey.__file__).parent
 # Prompt tokens, and prompts at each depth.
@@ -109,7 +109,7 @@ def run_prompt(
         of_prompt = max(0, min(first - begin, CHUNK))
         truth = None
         for name, row in rows.items():
-            logits = variants[name].model(inputs[None], past_key_values=caches[name]).logits[0]
+            logits = variants[name].model(inputs[None], **{CACHE_NAME: caches[name]}).logits[0]
             found = logits.float().log_softmax(-1)
             truth = found if truth is None else truth
             top = found.argmax(-1)

@@ -30,7 +30,7 @@ if __name__ == "__main__":
 from benchmarks.harness import measure, ranks, report
 from benchmarks.harness.program import finish, parser_of, progress_bar
 from tree_attention.cli.world import World, joined_world
-from tree_attention.hf import TreeCache
+from tree_attention.hf import CACHE_NAME, TreeCache
 
 DYNAMIC, STATIC = "sdpa, DynamicCache", "sdpa, StaticCache"
 WORLD = "tree_attention, world {}"
@@ -143,7 +143,7 @@ class Decoder:
         output = self.model(
             input_ids=token_at(self.position),
             position_ids=torch.tensor([[self.position]]),
-            past_key_values=self.cache,
+            **{CACHE_NAME: self.cache},
             use_cache=True,
         )
         self.position += 1
@@ -163,7 +163,7 @@ def true_logits(model: Any, context: int) -> Tensor:
         cache = DynamicCache()
         cache.update(k, v, 0)
         hidden = exact(
-            hidden, position_ids=position, past_key_values=cache, position_embeddings=rotary
+            hidden, position_ids=position, **{CACHE_NAME: cache}, position_embeddings=rotary
         )
     hidden = copy.deepcopy(decoder.norm).float()(hidden)
     return hidden[0, -1] @ model.lm_head.weight.float().T

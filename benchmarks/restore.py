@@ -27,6 +27,7 @@ from benchmarks.engines.checkpoint import make
 from benchmarks.harness.program import finish, parser_of, progress_bar
 from benchmarks.harness.report import Report, columns_of, environment, verdict
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 
 KV_DTYPES: tuple[Literal["int8"] | None, ...] = (None, "int8")
 CHUNK = 2048
@@ -41,14 +42,14 @@ def timed(run: Callable[[], Any]) -> tuple[Any, float]:
 def prefill(model: Any, ids: torch.Tensor, cache: hf.TreeCache) -> None:
     cache.reserve(ids.shape[1])
     for chunk in ids.split(CHUNK, dim=1):
-        model(chunk, past_key_values=cache, logits_to_keep=1)
+        model(chunk, **{CACHE_NAME: cache}, logits_to_keep=1)
 
 
 def next_token(model: Any, cache: hf.TreeCache) -> torch.Tensor:
     """The logits of one more token, of which the cache is left without."""
     ids = torch.tensor([[7]])
     position = torch.tensor([[cache.get_seq_length()]])
-    logits: torch.Tensor = model(ids, past_key_values=cache, position_ids=position).logits
+    logits: torch.Tensor = model(ids, **{CACHE_NAME: cache}, position_ids=position).logits
     return logits
 
 

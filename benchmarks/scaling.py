@@ -49,6 +49,7 @@ from benchmarks.llama import make_model
 from tree_attention import hf
 from tree_attention.cli.generation import ArrivalRecorder
 from tree_attention.exchange import Communicator
+from tree_attention.hf import CACHE_NAME
 
 NAMES = (f"{BARE}/1", f"{BARE}/2", f"{BARE}/4")
 DTYPES = ("bf16", "int8", "int4")
@@ -139,7 +140,7 @@ def generate(model: Any, prompt: Tensor, tokens: int) -> dict[str, Any]:
         "gaps": gaps,
         "bytes": (last.merge_bytes - first.merge_bytes) // max(1, len(gaps)),
         "waiting": (last.exchange_seconds - first.exchange_seconds) / sum(gaps) if gaps else 0.0,
-        "kv_bytes": output.past_key_values.num_bytes,
+        "kv_bytes": output[CACHE_NAME].num_bytes,
         "tokens": [arrival.token for arrival in recorder.arrivals],
         "logits": output.logits[0][0, ::_EVERY].float().tolist(),
     }

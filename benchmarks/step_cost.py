@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from benchmarks.harness.measure import MAX_ROUNDS, Samples, time_alternating
 from benchmarks.harness.program import finish, parser_of
 from benchmarks.harness.report import Report, columns_of, environment, verdict
-from tree_attention.hf import TreeCache
+from tree_attention.hf import CACHE_NAME, TreeCache
 
 PROMPT = 64
 MAX_LENGTH = PROMPT + 2 * MAX_ROUNDS
@@ -61,7 +61,7 @@ def steps_of(num_layers: int, compiled: bool) -> dict[str, Step]:
 
 
 def step_of(model: Any, cache: Any, compiled: bool) -> Step:
-    model(torch.arange(PROMPT)[None], past_key_values=cache)
+    model(torch.arange(PROMPT)[None], **{CACHE_NAME: cache})
     forward = torch.compile(model.forward, fullgraph=True) if compiled else model.forward
     # As from `generate`, which has made the positions of all tokens.
     positions = iter(torch.arange(PROMPT, MAX_LENGTH)[None].split(1, dim=1))
@@ -69,7 +69,7 @@ def step_of(model: Any, cache: Any, compiled: bool) -> Step:
 
     def step(_: int) -> Tensor:
         position = next(positions)
-        logits: Tensor = forward(token, past_key_values=cache, position_ids=position).logits
+        logits: Tensor = forward(token, **{CACHE_NAME: cache}, position_ids=position).logits
         return logits
 
     return step

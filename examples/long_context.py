@@ -42,8 +42,7 @@ from tree_attention.cli.generation import cache_bytes
 from tree_attention.cli.info import cpu_name
 from tree_attention.cli.usage import plain_console
 from tree_attention.cli.world import World, joined_world
-from tree_attention.hf import TreeCache
-from tree_attention.hf.release import CACHE_NAME
+from tree_attention.hf import CACHE_NAME, TreeCache
 from tree_attention.reference.accuracy import bound_of_o
 
 PLAIN, ONE, WIDE = "HuggingFace, 1 host", "ours, 1 host", "ours, 1 process"

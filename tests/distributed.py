@@ -31,6 +31,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing import forkserver
@@ -284,6 +285,9 @@ def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # As pytest's setting in pyproject.toml, which holds for its own process.
+    old_name = "`past_key_values` is deprecated"
+    warnings.filterwarnings("error", message=old_name, category=FutureWarning)
     if sys.platform == "linux":  # the host name need not resolve to anything reachable
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if rank == 0:

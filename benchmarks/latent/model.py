@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DynamicCache
 
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 
 from ..harness import measure
 from ..harness.program import finish, parser_of, progress_bar
@@ -57,13 +58,13 @@ class Decoder:
         """Return the seconds that it takes."""
         begin = time.perf_counter()
         for chunk in ids.split(CHUNK, dim=1):
-            self.model(chunk, past_key_values=self.cache, logits_to_keep=1)
+            self.model(chunk, **{CACHE_NAME: self.cache}, logits_to_keep=1)
         return time.perf_counter() - begin
 
     def step(self, _: int = 0) -> Tensor:
         """Return the logits after one token, the same one for every decoder."""
         token = self.cache.get_seq_length() * 7919 % self.model.config.vocab_size
-        logits: Tensor = self.model(torch.tensor([[token]]), past_key_values=self.cache).logits
+        logits: Tensor = self.model(torch.tensor([[token]]), **{CACHE_NAME: self.cache}).logits
         return logits.float()
 
 

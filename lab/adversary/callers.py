@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_models import CONFIGS, EOS, PAD, VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, hf, lean_decode, tree_decode
+from tree_attention.hf import CACHE_NAME
 
 from . import model as truth
 from . import scalars
@@ -226,7 +227,7 @@ def replaced(rng: Random, here: Place) -> str:
     cache = hf.TreeCache(model.config, here.comm, timeout=AMPLE, **options)
     theirs = DynamicCache(config=plain.config)
     for each, held in ((model, cache), (plain, theirs)):
-        each(ids, past_key_values=held)
+        each(ids, **{CACHE_NAME: held})
     write = rng.choice(list(_WRITES))
     layer, number = rng.randrange(len(cache.layers)), rng.randrange(3)
     changes_all = "replace" in write
@@ -242,9 +243,9 @@ def replaced(rng: Random, here: Place) -> str:
                 _WRITES[write](theirs.layers[i], number)
             else:
                 outcome.refusal(names)
-        found = attempt(model, following, past_key_values=cache, **step)
+        found = attempt(model, following, **{CACHE_NAME: cache}, **step)
         if found.error is None:
-            expected = plain(following, past_key_values=theirs, **step).logits
+            expected = plain(following, **{CACHE_NAME: theirs}, **step).logits
             limit = _LIMITS[options["kv_dtype"]]
             error = (found.value.logits - expected).abs().max().item()
             assert error < limit, f"logits are off by {error:.3g}"
@@ -262,7 +263,7 @@ def replaced(rng: Random, here: Place) -> str:
 def _check_logits(
     model: PreTrainedModel, plain: PreTrainedModel, cache: Any, ids: Tensor, options: Any
 ) -> None:
-    found = attempt(model, ids, past_key_values=cache).result().logits[:, -1]
+    found = attempt(model, ids, **{CACHE_NAME: cache}).result().logits[:, -1]
     error = (found - plain(ids).logits[:, -1]).abs().max().item()
     limit = _LIMITS[options["kv_dtype"]]
     assert error < limit, f"after reset, logits are off by {error:.3g}"
@@ -338,7 +339,7 @@ def second_turn(rng: Random, here: Place) -> str:
     cache = hf.TreeCache(model.config, here.comm, timeout=AMPLE)
     theirs = DynamicCache(config=plain.config)
     for each, held in ((model, cache), (plain, theirs)):
-        each(first, past_key_values=held)
+        each(first, **{CACHE_NAME: held})
     end = first.shape[1] + new.shape[1]
     more: dict[str, Any] = {"attention_mask": torch.ones(1, end, dtype=torch.long)}
     if rng.random() < 0.7:
@@ -347,8 +348,8 @@ def second_turn(rng: Random, here: Place) -> str:
     if rng.random() < 0.8:
         chunk["prefill_chunk_size"] = rng.choice([1, 4, 16, 50])
     given = torch.cat([first, new], 1) if rng.random() < 0.3 else new
-    outcome = _generate(model, count, input_ids=given, past_key_values=cache, **more, **chunk)
-    expected = _generate(plain, count, input_ids=given, past_key_values=theirs, **more)
+    outcome = _generate(model, count, input_ids=given, **{CACHE_NAME: cache}, **more, **chunk)
+    expected = _generate(plain, count, input_ids=given, **{CACHE_NAME: theirs}, **more)
     how = f"{name}, {first.shape[1]} tokens and {new.shape[1]}, given {list(more)} {chunk}"
     if expected.error is not None:
         return "transformers refuses it"

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_models import EOS, PAD, VOCAB_SIZE
 from tree_attention import Communicator, ShardLayout, hf
+from tree_attention.hf import CACHE_NAME
 
 from .cases import draw_layout, made_once
 from .outcome import AMPLE
@@ -140,7 +141,7 @@ class Conversation:
             ids[:, self.length :],
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=self.cache,
+            **{CACHE_NAME: self.cache},
             **options,
         )
 
@@ -160,7 +161,7 @@ class Conversation:
         # Attention reads what the cache holds, so one pass has the numbers of any other way there.
         model = alone(self.name, self.weights)
         fresh = hf.TreeCache(model.config, own_group(), kv_dtype=kv_dtype)
-        return model(ids, past_key_values=fresh).logits[0].double()
+        return model(ids, **{CACHE_NAME: fresh}).logits[0].double()
 
     @property
     def limit(self) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_models import VOCAB_SIZE, make_model
 from tree_attention import Communicator, hf, reference, tree_decode
+from tree_attention.hf import CACHE_NAME
 
 from . import model as truth
 from .cases import Case, made_once
@@ -98,7 +99,7 @@ def enabled_before(rng: Random, rank: int, size: int, begin: Callable[[], None])
     if way == "TreeCache":
         hf.enable(model, timeout=3.0)
     ids = _ids(rng, rank, differs)
-    more = {} if cache is None else {"past_key_values": cache}
+    more = {} if cache is None else {CACHE_NAME: cache}
     try:
         said = _is_plains(_generate(model, ids, **more), ids)
     except AssertionError as error:

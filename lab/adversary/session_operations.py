@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_models import OF_EXPERTS, make_model
 from tree_attention import Communicator, hf
+from tree_attention.hf import CACHE_NAME
 
 from . import model as truth
 from .cases import made_once
@@ -47,7 +48,7 @@ def compiled(session: Conversation, rng: Random) -> str:
     mask = torch.cat([session.mask, torch.ones_like(ids[:, -1:])], 1)
     positions = (mask.cumsum(1) - 1)[:, -1:]
     found = step(
-        ids[:, -1:], attention_mask=mask, position_ids=positions, past_key_values=session.cache
+        ids[:, -1:], attention_mask=mask, position_ids=positions, **{CACHE_NAME: session.cache}
     ).logits
     session.check(found, ids, mask)
     session.keep(ids, mask)
@@ -61,7 +62,7 @@ def _turn(session: Conversation, rng: Random, ids: Tensor, mask: Tensor, **optio
         session.model.generate,
         ids,
         attention_mask=mask,
-        past_key_values=session.cache,
+        **{CACHE_NAME: session.cache},
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
@@ -181,7 +182,7 @@ def refuse(session: Conversation, rng: Random) -> str:
         "max_time": lambda: model.generate(ids, max_time=1.0),
         "paged": lambda: model.generate(ids, cache_implementation="paged"),
         "static": lambda: model.generate(ids, cache_implementation="static"),
-        "past_key_values": lambda: model.generate(ids, past_key_values=3),
+        CACHE_NAME: lambda: model.generate(ids, **{CACHE_NAME: 3}),
         "output_attentions": lambda: model.generate(ids, output_attentions=True),
         "offload": layer.offload,
         "crop": lambda: cached.crop(3),
@@ -197,15 +198,15 @@ def refuse(session: Conversation, rng: Random) -> str:
     if not length:
         calls["save"] = lambda: cached.save("/proc/no/such/folder")
     if cached.max_length is not None:
-        calls["max_length"] = lambda: model.generate(many, past_key_values=cached)
-        calls["hold"] = lambda: model(many, past_key_values=cached)
+        calls["max_length"] = lambda: model.generate(many, **{CACHE_NAME: cached})
+        calls["hold"] = lambda: model(many, **{CACHE_NAME: cached})
     if length and session.name != "deepseek":
         keys = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim)
         calls["sequences"] = lambda: layer.update(*[torch.cat([keys, keys[:1]])] * 2)
         if session.cache_options["kv_dtype"] is None:
             calls["dtype"] = lambda: layer.update(keys.bfloat16(), keys.bfloat16())
     if length:
-        calls["new"] = lambda: model.generate(session.ids, past_key_values=cached)
+        calls["new"] = lambda: model.generate(session.ids, **{CACHE_NAME: cached})
     name = rng.choice(list(calls))
     outcome = attempt(calls[name])
     if name == "max_time" and session.world_size == 1 and outcome.error is None:

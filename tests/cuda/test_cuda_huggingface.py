@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import latent
 
 NUM_TOKENS = 24
@@ -57,8 +58,8 @@ def generate(
     if arguments["do_sample"]:
         hf.seed_ranks(seed=SEED + rank)
     output = model.generate(**prompts_on_device(), **arguments, return_dict_in_generate=True)
-    keys = output.past_key_values.layers[0].buffers()["keys"]
-    assert isinstance(output.past_key_values, hf.TreeCache) and keys.is_cuda
+    keys = output[CACHE_NAME].layers[0].buffers()["keys"]
+    assert isinstance(output[CACHE_NAME], hf.TreeCache) and keys.is_cuda
     assert torch.equal(output.sequences.cpu(), tokens)
 
 
@@ -97,11 +98,11 @@ STEPS = torch.arange(3, 9)  # what a text goes on with, whatever a model says
 
 
 @torch.no_grad()
-def logits_of(model: Any, past_key_values: Any) -> Tensor:
+def logits_of(model: Any, cache: Any) -> Tensor:
     """Of the last position of a prompt, which is read in two parts, and of some steps."""
     device = model.device
     texts = [*make_prompts(1)["input_ids"].tensor_split((20,), dim=1), *STEPS[:, None, None]]
-    found = [model(x.to(device), past_key_values=past_key_values).logits[:, -1] for x in texts]
+    found = [model(x.to(device), **{CACHE_NAME: cache}).logits[:, -1] for x in texts]
     return torch.cat(found).float().cpu()
 
 

@@ -19,6 +19,7 @@ pytest.importorskip("transformers")
 from hf_models import make_model, make_prompts
 from test_cuda_ranks import group_of, needs_nccl_of_ranks_on_one_gpu
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf import CACHE_NAME
 
 OP = "append_kv"
 GREEDY = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
@@ -98,11 +99,11 @@ def test_an_eager_step_does_not_wait_and_replays(kv_dtype: Any, cuda: torch.devi
     fixed = hf.TreeCache(model.config, max_length=MAX_LENGTH, kv_dtype=kv_dtype)
     growing = hf.TreeCache(model.config, kv_dtype=kv_dtype)
     for held in (fixed, growing):
-        model(ids, past_key_values=held)
+        model(ids, **{CACHE_NAME: held})
     token = ids[:, -1:].clone()
 
     def step(held: hf.TreeCache) -> Tensor:
-        logits: Tensor = model(token, past_key_values=held).logits
+        logits: Tensor = model(token, **{CACHE_NAME: held}).logits
         return logits
 
     stream = torch.cuda.Stream()
@@ -126,9 +127,9 @@ def test_tokens_beyond_the_end_are_lost_and_said_so(cuda: torch.device) -> None:
     model = make_model("llama", "tree_attention").cuda()
     ids = prompts_on_device()["input_ids"]
     held = hf.TreeCache(model.config, max_length=ids.shape[1])
-    model(ids, past_key_values=held)
+    model(ids, **{CACHE_NAME: held})
     kept = [layer.key_rows.clone() for layer in held.layers]
-    model(ids[:, -1:], past_key_values=held)
+    model(ids[:, -1:], **{CACHE_NAME: held})
     assert all(torch.equal(a.key_rows, b) for a, b in zip(held.layers, kept, strict=True))
     with pytest.raises(ValueError, match="max_length 37, and cannot hold 38 tokens"):
         held.common_length("test")

@@ -29,7 +29,7 @@ pytest.importorskip("transformers")
 
 from hf_models import make_model, make_prompts
 from tree_attention import hf
-from tree_attention.hf import attention
+from tree_attention.hf import CACHE_NAME, attention
 from tree_attention.hf.cache import window
 
 pytestmark = pytest.mark.skipif(
@@ -172,14 +172,14 @@ def step_of_fixed_size(rank: int, world_size: int, name: str) -> None:
         cache = hf.TreeCache(model.config, layout=layout, max_length=60)
         growing = hf.TreeCache(model.config, layout=layout)
         for held in (cache, growing):
-            model(ids, attention_mask=mask[:, : ids.shape[1]], past_key_values=held)
+            model(ids, attention_mask=mask[:, : ids.shape[1]], **{CACHE_NAME: held})
         token = ids[:, -1:].clone()
         for length in range(ids.shape[1] + 1, ids.shape[1] + 10):
             with host_that_does_not_wait():
-                found = model(token, attention_mask=mask, past_key_values=cache).logits
-                model(token, past_key_values=copy.deepcopy(cache))
+                found = model(token, attention_mask=mask, **{CACHE_NAME: cache}).logits
+                model(token, **{CACHE_NAME: copy.deepcopy(cache)})
             narrow = mask[:, :length]
-            expected = model(token, attention_mask=narrow, past_key_values=growing).logits
+            expected = model(token, attention_mask=narrow, **{CACHE_NAME: growing}).logits
             torch.testing.assert_close(found.cpu(), expected.cpu(), atol=1e-5, rtol=1e-5)
         with pytest.raises(RuntimeError, match="the host waits"), host_that_does_not_wait():
             int(cache.get_seq_length())
@@ -215,13 +215,13 @@ def go_on_elsewhere(rank: int, world_size: int, name: str, options: dict[str, An
     ids = make_prompts()["input_ids"]
     token = ids[:, -1:]
     cache = hf.TreeCache(model.config, layout=BlockCyclic(world_size, 4), **options)
-    model(ids, past_key_values=cache)
+    model(ids, **{CACHE_NAME: cache})
     stays = copy.deepcopy(cache)
-    expected = [model(token, past_key_values=stays).logits for _ in range(3)]
+    expected = [model(token, **{CACHE_NAME: stays}).logits for _ in range(3)]
     with fake_cuda():
         model.to("cuda")
         for logits in expected:
-            found = model(token.to("cuda"), past_key_values=cache).logits
+            found = model(token.to("cuda"), **{CACHE_NAME: cache}).logits
             assert found.is_cuda
             torch.testing.assert_close(found.cpu(), logits, atol=1e-5, rtol=1e-5)
         assert all(x.is_cuda for layer in cache.layers for x in layer.buffers().values())

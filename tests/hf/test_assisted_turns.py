@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf import CACHE_NAME
 
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
@@ -46,13 +47,13 @@ def test_second_turn(rank: int, world_size: int, means: str) -> None:
         whole = torch.cat((first.sequences, more), 1)
         mask = torch.ones_like(whole)
         expected = _generate(plain, whole).sequences
-        found = _generate(model, whole, past_key_values=first.past_key_values, **options)
+        found = _generate(model, whole, **{CACHE_NAME: first[CACHE_NAME]}, **options)
         assert torch.equal(found.sequences, expected)
-        assert found.past_key_values.get_seq_length() == expected.shape[1] - 1
+        assert found[CACHE_NAME].get_seq_length() == expected.shape[1] - 1
         # The new tokens alone, with a mask over all.
-        cache = _generate(model, prompt, **options).past_key_values
+        cache = _generate(model, prompt, **options)[CACHE_NAME]
         new = whole[:, cache.get_seq_length() :]
-        found = _generate(model, new, attention_mask=mask, past_key_values=cache, **options)
+        found = _generate(model, new, attention_mask=mask, **{CACHE_NAME: cache}, **options)
         assert torch.equal(found.sequences[:, new.shape[1] :], expected[:, whole.shape[1] :])
 
 
@@ -76,9 +77,9 @@ def test_only_assisted_decoding_keeps_what_a_long_pass_saw() -> None:
     """It takes memory, and a later turn without candidates takes nothing back."""
     model = hf.enable(make_model("mistral_window"))
     first = _generate(model, make_prompts(1)["input_ids"], prompt_lookup_num_tokens=4)
-    cache = first.past_key_values
+    cache = first[CACHE_NAME]
     assert all(layer.keeps_last_pass for layer in cache.layers)
-    _generate(model, first.sequences, past_key_values=cache)
+    _generate(model, first.sequences, **{CACHE_NAME: cache})
     assert not any(layer.keeps_last_pass for layer in cache.layers)
 
 

@@ -26,6 +26,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf import CACHE_NAME
 
 LENGTH = 28
 TOKEN = torch.tensor([[5], [6]])
@@ -40,7 +41,7 @@ def filled(name: str = "llama", **options: Any) -> tuple[Any, hf.TreeCache]:
     model = hf.enable(make_model(name))
     cache = hf.TreeCache(model.config, **options)
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{CACHE_NAME: cache})
     return model, cache
 
 
@@ -48,13 +49,13 @@ def of_transformers(name: str) -> tuple[Any, DynamicCache]:
     model = make_model(name)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(IDS, past_key_values=cache)
+        model(IDS, **{CACHE_NAME: cache})
     return model, cache
 
 
 @torch.no_grad()
 def step(model: Any, cache: Any) -> Tensor:
-    logits: Tensor = model(TOKEN, past_key_values=cache).logits
+    logits: Tensor = model(TOKEN, **{CACHE_NAME: cache}).logits
     return logits
 
 
@@ -178,11 +179,11 @@ def test_keys_read_inside_a_forward_pass(max_length: int | None) -> None:
     attention = model.model.layers[0].self_attn
     hook = attention.register_forward_hook(lambda *_: found.append(cache.layers[0].keys.shape[2]))
     if max_length is None:
-        model(IDS, past_key_values=cache)
+        model(IDS, **{CACHE_NAME: cache})
         assert found == [LENGTH]
     else:
         with pytest.raises(RuntimeError, match="are whole between forward passes"):
-            model(IDS, past_key_values=cache)
+            model(IDS, **{CACHE_NAME: cache})
     hook.remove()
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_families import HYBRIDS, WORKING, make_model
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 
 GREEDY = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 _IDS = torch.arange(5, 25)[None]
@@ -68,7 +69,7 @@ def _generate(rank: int, world_size: int, name: str, expected: dict[str, Tensor]
         assert torch.equal(output.sequences, tokens), case
         longer = torch.cat([tokens, tokens[:, :3]], dim=1)  # another turn with its cache
         whole = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
-        found = model.generate(**whole, **GREEDY, past_key_values=output.past_key_values)
+        found = model.generate(**whole, **GREEDY, **{CACHE_NAME: output[CACHE_NAME]})
         assert torch.equal(found, hf.disable(model).generate(**whole, **GREEDY)), case
 
 

@@ -29,6 +29,7 @@ from transformers import (
 
 from hf_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.fingerprint import describe
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -244,7 +245,7 @@ def test_caches_that_differ_are_found(rank: int, world_size: int) -> None:
     for layer in cache.layers[: len(cache) if rank else 0]:
         layer.update(torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8))
     with pytest.raises(ExchangeError, match="number of cached tokens is 4 on rank 1, 0 on rank 0"):
-        model.generate(**make_prompts(), **GREEDY, past_key_values=cache)
+        model.generate(**make_prompts(), **GREEDY, **{CACHE_NAME: cache})
 
 
 def _other_weight(model: Any) -> None:

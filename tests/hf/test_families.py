@@ -38,6 +38,7 @@ from hf_families import (
 )
 from hf_refusal import Refusal
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache.build import state_kinds
 from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.cache.latent import LatentLayer
@@ -94,7 +95,7 @@ def _generate(
     # With blocks of 4 every rank holds some slots of the prompt, and the ranks' shares are uneven.
     model = hf.enable(make_model(FAMILIES[name]), layout=BlockCyclic(world_size, 4))
     output = model.generate(**_prompts(), **GREEDY)
-    assert isinstance(output.past_key_values, hf.TreeCache)
+    assert isinstance(output[CACHE_NAME], hf.TreeCache)
     assert torch.equal(output.sequences, tokens)
     # Far less than what would change a token: none was equal by chance.
     error = (torch.stack(output.logits) - logits).abs().max().item()

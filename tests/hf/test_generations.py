@@ -37,6 +37,7 @@ from generations import generated, left_padded, nan_in_new_memory, same_on_all_r
 from hf_families import FAMILIES_TO_SPLIT, OWN_ATTENTION, WORKING, sizes_of_tensor_groups
 from rounded_caches import rounded_cache
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import window
 from tree_attention.hf.cache.token_split import TokenSplit
 from window_caches import crop
@@ -264,7 +265,7 @@ def said(case: Case) -> tuple[Said, ...]:
     kv_dtype = CACHES[case.cache].get("kv_dtype")
     for _ in range(2 if case.operation == "kept" else 1):
         if kv_dtype is not None:
-            arguments["past_key_values"] = rounded_cache(model.config, kv_dtype)
+            arguments[CACHE_NAME] = rounded_cache(model.config, kv_dtype)
         torch.manual_seed(SEED)
         found.append(Said(*generated(model, prompts, **arguments)))
         # One token over and over would prove little.
@@ -367,7 +368,7 @@ def _say(
             **prompts, **arguments, output_logits=True, return_dict_in_generate=True
         )
     if window.MARGIN == 6:
-        _check_dropped(output.past_key_values)
+        _check_dropped(output[CACHE_NAME])
     return _compare(output, expected, case, options)
 
 
@@ -396,7 +397,7 @@ def _keep(
             prompts = _longer(prompts, turns[0].tokens)
         with nan_in_new_memory():
             output = model.generate(
-                **prompts, **_arguments(case), past_key_values=kept, output_logits=True,
+                **prompts, **_arguments(case), **{CACHE_NAME: kept}, output_logits=True,
                 return_dict_in_generate=True,
             )  # fmt: skip
         found.extend(_compare(output, turns[turn], case, options))

@@ -56,12 +56,12 @@ before = "made before init_process_group, for this rank alone, and now there are
 for model in early, split:
     refused(f"enable: it was {before}enable", lambda: model.generate(**prompts, **GREEDY))
 plain = make_model("llama", "tree_attention")
-refused("TreeCache: it was " + before, lambda: plain(**prompts, past_key_values=cache))
+refused("TreeCache: it was " + before, lambda: plain(**prompts, **{hf.CACHE_NAME: cache}))
 for comm in comms:
     refused("Communicator: it was " + before, lambda: comm.all_reduce(torch.ones(2)))
 assert torch.equal(hf.enable(early).generate(**prompts, **GREEDY), expected)
 try:
-    early.generate(**prompts, **GREEDY, past_key_values=cache)
+    early.generate(**prompts, **GREEDY, **{hf.CACHE_NAME: cache})
 except ValueError as error:
     assert "cache is for a world of 1 and the model was enabled for one of 2" in str(error), error
 else:

@@ -18,6 +18,7 @@ from transformers import (
 
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 
 GREEDY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
@@ -50,7 +51,7 @@ def test_with_the_caches_of_transformers(name: str) -> None:
     expected = make_model(name).generate(**make_prompts(), **GREEDY)
     model = make_model(name, "tree_attention")
     cache = DynamicCache(config=model.config)
-    assert torch.equal(model.generate(**make_prompts(), **GREEDY, past_key_values=cache), expected)
+    assert torch.equal(model.generate(**make_prompts(), **GREEDY, **{CACHE_NAME: cache}), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -69,7 +70,7 @@ def test_a_sharded_cache_needs_this_attention(attention: str) -> None:
     model = make_model("llama", attention)
     message = "only attn_implementation='tree_attention' can use them"
     with pytest.raises(hf.WrongAttentionError, match=message):
-        model.generate(**make_prompts(), **GREEDY, past_key_values=hf.TreeCache(model.config))
+        model.generate(**make_prompts(), **GREEDY, **{CACHE_NAME: hf.TreeCache(model.config)})
 
 
 @torch.no_grad()
@@ -77,7 +78,7 @@ def test_latent_attention_needs_enable() -> None:
     """Otherwise it expands what the cache returns by itself."""
     model = make_model("deepseek", "tree_attention")
     with pytest.raises(hf.WrongAttentionError, match="multi-head latent attention needs enable"):
-        model(**make_prompts(), past_key_values=hf.TreeCache(model.config))
+        model(**make_prompts(), **{CACHE_NAME: hf.TreeCache(model.config)})
 
 
 def test_gradients_are_refused(model: PreTrainedModel) -> None:
@@ -116,8 +117,8 @@ def test_other_masks_are_refused(model: PreTrainedModel) -> None:
         model(ids, attention_mask=holes)
     with pytest.raises(NotImplementedError, match=r"the padding mask must have shape"):
         cache = hf.TreeCache(model.config)
-        model(ids, past_key_values=cache)
-        model(ids[:, :1], attention_mask=torch.ones(3, 1).long(), past_key_values=cache)
+        model(ids, **{CACHE_NAME: cache})
+        model(ids[:, :1], attention_mask=torch.ones(3, 1).long(), **{CACHE_NAME: cache})
 
 
 @torch.no_grad()
@@ -143,9 +144,9 @@ def test_chunked_layers_are_refused_when_they_matter() -> None:
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="tree_attention").eval()
     cache = hf.TreeCache(config)
-    model(torch.ones(1, 16).long(), past_key_values=cache)
+    model(torch.ones(1, 16).long(), **{CACHE_NAME: cache})
     with pytest.raises(NotImplementedError, match="causal and sliding-window masks only"):
-        model(torch.ones(1, 1).long(), past_key_values=cache)
+        model(torch.ones(1, 1).long(), **{CACHE_NAME: cache})
 
 
 @pytest.mark.parametrize(
@@ -161,13 +162,13 @@ def test_unknown_terms_are_refused(model: PreTrainedModel, keyword: str) -> None
 def test_layers_of_different_lengths_are_refused(model: PreTrainedModel) -> None:
     prompts = make_prompts()
     cache = hf.TreeCache(model.config)
-    model(**prompts, past_key_values=cache)
+    model(**prompts, **{CACHE_NAME: cache})
     layer = model.model.layers[1]
     hook = layer.register_forward_pre_hook(lambda *_: cache.layers[1].cut(36))
     with pytest.raises(
         NotImplementedError, match="the mask is for 38 keys and the layer has 37; models whose lay"
     ):
-        model(prompts["input_ids"][:, :1], past_key_values=cache)
+        model(prompts["input_ids"][:, :1], **{CACHE_NAME: cache})
     hook.remove()
 
 

@@ -19,6 +19,7 @@ from transformers import FalconH1Config, Gemma3nTextConfig, LlamaConfig, MambaCo
 from hf_caches import HEAD_DIM, HEADS, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ShardLayout, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache.growing import CROP_KEEPS, TreeCacheLayer
 from tree_attention.hf.cache.shard import Shard
 
@@ -167,9 +168,9 @@ def test_buffers_outlive_inference_mode() -> None:
     ids = make_prompts(batch=1)["input_ids"]
     cache = hf.TreeCache(model.config)
     with torch.inference_mode():
-        model(ids[:, :-1], past_key_values=cache)
+        model(ids[:, :-1], **{CACHE_NAME: cache})
         cache.reorder_cache(torch.tensor([0]))
-    found = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    found = model.generate(ids, **{CACHE_NAME: cache}, max_new_tokens=5, do_sample=False)
     assert torch.equal(found, model.generate(ids, max_new_tokens=5, do_sample=False))
 
 
@@ -180,10 +181,10 @@ def test_a_prefix_can_be_copied(rank: int, world_size: int) -> None:
     ids = make_prompts(batch=1)["input_ids"]
     prefix = hf.TreeCache(model.config, layout=BlockCyclic(world_size, 4))
     with torch.no_grad():
-        model(ids[:, :20], past_key_values=prefix)
+        model(ids[:, :20], **{CACHE_NAME: prefix})
     for end in (30, 37):
         found = model.generate(
-            ids[:, :end], past_key_values=copy.deepcopy(prefix), max_new_tokens=5, do_sample=False
+            ids[:, :end], **{CACHE_NAME: copy.deepcopy(prefix)}, max_new_tokens=5, do_sample=False
         )
         expected = model.generate(ids[:, :end], max_new_tokens=5, do_sample=False)
         assert torch.equal(found, expected)

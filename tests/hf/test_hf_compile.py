@@ -15,6 +15,7 @@ from transformers import CompileConfig
 from distributed import run_ranks
 from hf_models import make_model, make_prompts
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import window
 
 # Ranks compile at their own pace, also at different steps.
@@ -36,20 +37,20 @@ def decode(rank: int, world_size: int, name: str, padded: bool, steps: int, back
     with torch.no_grad(), mock.patch.multiple(window, MARGIN=6, STEP=16):
         caches = [hf.TreeCache(model.config, timeout=COMPILING, growth=32) for _ in range(2)]
         for cache in caches:
-            model(ids, past_key_values=cache, attention_mask=mask)
+            model(ids, **{CACHE_NAME: cache}, attention_mask=mask)
         token = ids[:, -1:]
         for _ in range(steps):
             mask = torch.cat((mask, torch.ones_like(token)), 1)
             given = mask if padded else None
-            expected = model(token, past_key_values=caches[0], attention_mask=given).logits
-            logits = compiled(token, past_key_values=caches[1], attention_mask=given).logits
+            expected = model(token, **{CACHE_NAME: caches[0]}, attention_mask=given).logits
+            logits = compiled(token, **{CACHE_NAME: caches[1]}, attention_mask=given).logits
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
             token = expected[:, -1:].argmax(-1)
         if padded:
             mask = torch.cat((mask, torch.ones_like(token)), 1)
             mask[0, -2] = 0
             with pytest.raises(RuntimeError, match="must be one run of ones, but a row has a hole"):
-                compiled(token, past_key_values=caches[1], attention_mask=mask)
+                compiled(token, **{CACHE_NAME: caches[1]}, attention_mask=mask)
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -85,8 +86,8 @@ def test_prompt_in_chunks_and_tokens_are_three_graphs() -> None:
     with torch.no_grad():
         cache, expected = hf.TreeCache(model.config), hf.TreeCache(model.config)
         for part in (*ids.split(16, dim=1), *ids[:, :4].split(1, dim=1)):
-            logits = compiled(part, past_key_values=cache, logits_to_keep=1).logits
-            truth = model(part, past_key_values=expected, logits_to_keep=1).logits
+            logits = compiled(part, **{CACHE_NAME: cache}, logits_to_keep=1).logits
+            truth = model(part, **{CACHE_NAME: expected}, logits_to_keep=1).logits
             torch.testing.assert_close(logits, truth, atol=1e-4, rtol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
@@ -113,11 +114,11 @@ def decode_at_fixed_size(
         cache = hf.TreeCache(model.config, max_length=max_length, **options)
         growing = hf.TreeCache(model.config, **options)
         for held in (cache, growing):
-            model(ids, past_key_values=held, attention_mask=mask[:, : ids.shape[1]])
+            model(ids, **{CACHE_NAME: held}, attention_mask=mask[:, : ids.shape[1]])
         token = ids[:, -1:].clone()
-        arguments = {"past_key_values": cache, "attention_mask": mask if padded else None}
+        arguments = {CACHE_NAME: cache, "attention_mask": mask if padded else None}
         for length in range(ids.shape[1] + 1, max_length + 1):
-            expected = model(token, past_key_values=growing, attention_mask=mask[:, :length]).logits
+            expected = model(token, **{CACHE_NAME: growing}, attention_mask=mask[:, :length]).logits
             logits = compiled(token, **arguments).logits
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
             token = expected[:, -1:].argmax(-1)
@@ -154,7 +155,7 @@ def test_a_compiled_pass_longer_than_rings_take_is_refused() -> None:
         torch._dynamo.reset()
         cache = hf.TreeCache(model.config, max_length=max_length)
         with pytest.raises(Exception, match="a compiled forward pass takes at most 128 tokens"):
-            compiled(torch.full((1, 129), 7), past_key_values=cache)
+            compiled(torch.full((1, 129), 7), **{CACHE_NAME: cache})
 
 
 def generate_compiled(rank: int, world_size: int, name: str, expected: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, hf
+from tree_attention.hf import CACHE_NAME
 
 SIZE = 8  # prompts have 37 slots
 OPTIONS = {
@@ -34,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def generate(rank: int, world_size: int, name: str, options: dict[str, Any]) -> tuple[Tensor, ...]:
     model = hf.enable(make_model(name), **options)
     output = model.generate(**make_prompts(), **OPTIONS)
-    assert isinstance(output.past_key_values, hf.TreeCache)
+    assert isinstance(output[CACHE_NAME], hf.TreeCache)
     return output.sequences, torch.stack(output.logits)
 
 
@@ -73,7 +74,7 @@ def test_a_resharded_cache_stays_deterministic() -> None:
     assert cache.shard.layout == BlockCyclic(1, SIZE)
     model = hf.enable(make_model("llama"), deterministic=SIZE)
     with torch.no_grad():
-        model(**make_prompts(), past_key_values=cache)
+        model(**make_prompts(), **{CACHE_NAME: cache})
     cache.reshard(BlockCyclic(1, 2 * SIZE))
     assert cache.shard.deterministic == SIZE
 
@@ -106,7 +107,7 @@ def split(rank: int, world_size: int) -> None:
     cache = hf.TreeCache(model.config, deterministic=SIZE)
     ids = make_prompts()["input_ids"]
     with torch.no_grad(), pytest.raises(ValueError, match="needs a model that was enabled with it"):
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **{CACHE_NAME: cache}, logits_to_keep=1)
 
 
 def test_a_split_prompt_is_refused() -> None:
@@ -117,6 +118,6 @@ def test_a_given_cache_is_as_deterministic_as_the_model() -> None:
     model = hf.enable(make_model("llama"), deterministic=SIZE)
     cache = hf.TreeCache(model.config, layout=BlockCyclic(1, SIZE))
     with pytest.raises(ValueError, match="cache has deterministic=0 and the model was enabled wi"):
-        model.generate(**make_prompts(), max_new_tokens=2, past_key_values=cache)
+        model.generate(**make_prompts(), max_new_tokens=2, **{CACHE_NAME: cache})
     cache = hf.TreeCache(model.config, deterministic=SIZE)
-    model.generate(**make_prompts(), max_new_tokens=2, past_key_values=cache)
+    model.generate(**make_prompts(), max_new_tokens=2, **{CACHE_NAME: cache})

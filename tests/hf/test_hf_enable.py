@@ -29,6 +29,7 @@ from transformers import (
 
 from hf_models import make_model, make_prompts
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
@@ -103,11 +104,11 @@ def test_chunks_after_cached_tokens(model: PreTrainedModel) -> None:
     expected = model.generate(ids, **GREEDY)
     cache = hf.TreeCache(model.config)
     with torch.no_grad():
-        model(ids[:, :10], past_key_values=cache)
+        model(ids[:, :10], **{CACHE_NAME: cache})
     assert torch.equal(
-        model.generate(ids, **GREEDY, past_key_values=copy.deepcopy(cache)), expected
+        model.generate(ids, **GREEDY, **{CACHE_NAME: copy.deepcopy(cache)}), expected
     )
-    explicit = GREEDY | {"prefill_chunk_size": 9, "past_key_values": cache}
+    explicit = GREEDY | {"prefill_chunk_size": 9, CACHE_NAME: cache}
     if Version(transformers.__version__) >= Version("5.23"):
         assert torch.equal(model.generate(ids, **explicit), expected)
     else:
@@ -122,7 +123,7 @@ def test_other_caches_are_refused(model: PreTrainedModel, name: str) -> None:
     ):
         model.generate(**make_prompts(), **GREEDY, cache_implementation=name)
     with pytest.raises(ValueError, match="must be a TreeCache, got DynamicCache"):
-        model.generate(**make_prompts(), **GREEDY, past_key_values=DynamicCache())
+        model.generate(**make_prompts(), **GREEDY, **{CACHE_NAME: DynamicCache()})
 
 
 @pytest.mark.parametrize("name", ["hybrid", "sliding_window", "hybrid_chunked"])
@@ -146,12 +147,12 @@ def test_a_fully_cached_prompt_is_refused(model: PreTrainedModel) -> None:
     expected = model.generate(ids, **GREEDY)
     cache = hf.TreeCache(model.config)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE_NAME: cache})
     message = r"the cache holds 37 tokens and the prompt has 37; .* cache.crop\(-1\)"
     with pytest.raises(ValueError, match=message):
-        model.generate(ids, **GREEDY, past_key_values=cache)
+        model.generate(ids, **GREEDY, **{CACHE_NAME: cache})
     cache.crop(-1)
-    assert torch.equal(model.generate(ids, **GREEDY, past_key_values=cache), expected)
+    assert torch.equal(model.generate(ids, **GREEDY, **{CACHE_NAME: cache}), expected)
 
 
 def test_only_the_new_tokens_with_a_mask_over_all(model: PreTrainedModel) -> None:
@@ -165,12 +166,12 @@ def test_only_the_new_tokens_with_a_mask_over_all(model: PreTrainedModel) -> Non
             prompts["input_ids"][:, :30],
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
+            **{CACHE_NAME: cache},
         )
     found = model.generate(
         prompts["input_ids"][:, 30:],
         attention_mask=prompts["attention_mask"],
-        past_key_values=cache,
+        **{CACHE_NAME: cache},
         **GREEDY,
     )
     assert torch.equal(found[:, 7:], expected[:, 37:])

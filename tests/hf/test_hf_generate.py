@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 from generations import nan_in_new_memory
 from hf_models import CONFIGS, PAD, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, ContiguousThenCyclic, ShardLayout, hf
-from tree_attention.hf import attention
+from tree_attention.hf import CACHE_NAME, attention
 
 NUM_TOKENS = 24
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
@@ -76,7 +76,7 @@ def _greedy(
     model = hf.enable(_model_to_enable(name), layout=_layout(world_size))
     with nan_in_new_memory():
         output = model.generate(**make_prompts(), **GREEDY, **LOGITS)
-    assert isinstance(output.past_key_values, hf.TreeCache)
+    assert isinstance(output[CACHE_NAME], hf.TreeCache)
     assert torch.equal(output.sequences, tokens)
     error = (torch.stack(output.logits) - exact).abs().max().item()
     assert error <= bound, f"logits differ by {error}, bound {bound}"
@@ -186,9 +186,9 @@ def _two_turns(
     model = hf.enable(_model_to_enable("llama"), layout=_layout(world_size))
     cache = hf.TreeCache(model.config, layout=_layout(world_size), growth=16)
     for _ in range(2):  # the second time in the memory of the first
-        assert torch.equal(model.generate(**prompts[0], **GREEDY, past_key_values=cache), first)
+        assert torch.equal(model.generate(**prompts[0], **GREEDY, **{CACHE_NAME: cache}), first)
         assert cache.get_seq_length() == first.shape[1] - 1  # the last token was never fed
-        tokens = model.generate(**prompts[1], **GREEDY, past_key_values=cache)
+        tokens = model.generate(**prompts[1], **GREEDY, **{CACHE_NAME: cache})
         assert torch.equal(tokens, second)
         cache.reset()
         assert cache.get_seq_length() == 0

@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 from generations import left_padded
 from hf_families import HYBRIDS, VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache.growing import CROP_KEEPS
 from tree_attention.hf.prompts.forward import may_be_chunked
 
@@ -65,7 +66,7 @@ def _generate(rank: int, world_size: int, expected: dict[str, Any]) -> list[Tens
             assert torch.equal(output.sequences, tokens), (name, size)
             torch.testing.assert_close(torch.stack(output.logits), logits, rtol=0, atol=1e-3)
             found += output.logits
-            cache = output.past_key_values
+            cache = output[CACHE_NAME]
             keys = [layer.key_rows.shape[2] for layer in cache.kv_layers if layer.is_initialized]
             assert keys and cache.state_layers
         assert torch.equal(model.generate(**_prompts(), **GREEDY, num_beams=3), beams), name
@@ -92,8 +93,8 @@ def test_only_states_that_go_on_are_read_in_chunks(name: str) -> None:
     whole = model(**prompt).logits[:, -1]
     given = None
     for ids in prompt["input_ids"].split(9, dim=1):
-        output = model(ids, past_key_values=given, use_cache=True)
-        given, last = output.past_key_values, output.logits[:, -1]
+        output = model(ids, **{CACHE_NAME: given}, use_cache=True)
+        given, last = output[CACHE_NAME], output.logits[:, -1]
     goes_on = (last - whole).abs().max().item() < 1e-3
     assert goes_on or not may_be_chunked(model.config)
 
@@ -104,16 +105,16 @@ def _go_on(rank: int, world_size: int, tokens: Tensor, longer: Tensor) -> None:
     model = hf.enable(make_model(HYBRIDS[NAME]), layout=layout)
     cache = hf.TreeCache(model.config, layout=layout)
     prompts = _prompts(1)
-    first = model.generate(**prompts, past_key_values=cache, **GREEDY)
+    first = model.generate(**prompts, **{CACHE_NAME: cache}, **GREEDY)
     ids = _longer(first)
     copied = copy.deepcopy(cache)
     for given, target in ((copied, layout), (cache, BlockCyclic(world_size, 7))):
         given.reshard(target)
         hf.enable(model, layout=target)
-        assert torch.equal(model.generate(ids, past_key_values=given, **GREEDY), longer)
+        assert torch.equal(model.generate(ids, **{CACHE_NAME: given}, **GREEDY), longer)
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert torch.equal(model.generate(**_prompts(), past_key_values=cache, **GREEDY), tokens)
+    assert torch.equal(model.generate(**_prompts(), **{CACHE_NAME: cache}, **GREEDY), tokens)
 
 
 def _longer(ids: Tensor) -> Tensor:
@@ -124,9 +125,7 @@ def _longer(ids: Tensor) -> Tensor:
 def test_a_kept_cache_goes_on(world_size: int) -> None:
     model = make_model(HYBRIDS[NAME])
     first = model.generate(**_prompts(1), **GREEDY, return_dict_in_generate=True)
-    longer = model.generate(
-        _longer(first.sequences), past_key_values=first.past_key_values, **GREEDY
-    )
+    longer = model.generate(_longer(first.sequences), **{CACHE_NAME: first[CACHE_NAME]}, **GREEDY)
     run_ranks(_go_on, world_size, _expected(NAME)[0], longer)
 
 
@@ -145,7 +144,7 @@ def _first_turn(model: Any, batch: int) -> tuple[dict[str, Tensor], Any]:
     seen = torch.ones_like(first.sequences)
     seen[:, : prompts["attention_mask"].shape[1]] = prompts["attention_mask"]
     texts = {"input_ids": first.sequences, "attention_mask": seen}
-    return _second_turn(texts), first.past_key_values
+    return _second_turn(texts), first[CACHE_NAME]
 
 
 def _save(rank: int, world_size: int, directory: Path, name: str) -> None:
@@ -164,7 +163,7 @@ def _load(
             cache = hf.TreeCache.load(
                 directory / str(batch), model.config, layout=layout, max_length=max_length
             )
-            found = model.generate(**texts, past_key_values=cache, **GREEDY)
+            found = model.generate(**texts, **{CACHE_NAME: cache}, **GREEDY)
             assert torch.equal(found, expected), (batch, max_length)
 
 
@@ -183,7 +182,7 @@ def test_states_are_saved_and_loaded(
     model = make_model(HYBRIDS[name])
     for batch in (1, 3):
         texts, cache = _first_turn(model, batch)
-        turns.append((texts, model.generate(**texts, past_key_values=cache, **GREEDY)))
+        turns.append((texts, model.generate(**texts, **{CACHE_NAME: cache}, **GREEDY)))
     run_ranks(_save, saved_by, tmp_path, name)
     run_ranks(_load, loaded_by, tmp_path, name, turns)
 
@@ -195,14 +194,14 @@ def test_rows_are_repeated_and_selected() -> None:
     ids = prompts["input_ids"] | 4
     cache, repeated = hf.TreeCache(model.config), hf.TreeCache(model.config)
     repeated.batch_repeat_interleave(2)  # nothing there yet
-    model(ids, past_key_values=cache)
+    model(ids, **{CACHE_NAME: cache})
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([2, 1]))
     rows = [1, 0]
-    model(ids[rows], past_key_values=repeated)
+    model(ids[rows], **{CACHE_NAME: repeated})
     token = torch.tensor([[5], [6]])
-    found = model(token, past_key_values=cache).logits
-    torch.testing.assert_close(found, model(token, past_key_values=repeated).logits)
+    found = model(token, **{CACHE_NAME: cache}).logits
+    torch.testing.assert_close(found, model(token, **{CACHE_NAME: repeated}).logits)
 
 
 @torch.no_grad()
@@ -210,7 +209,7 @@ def test_what_states_cannot_do_is_refused(tmp_path: Path) -> None:
     model = hf.enable(make_model(HYBRIDS[NAME]))
     ids = _prompts(1)["input_ids"]
     cache = hf.TreeCache(model.config)
-    model(ids, past_key_values=cache)
+    model(ids, **{CACHE_NAME: cache})
     cache.crop(0)  # what transformers calls where nothing is to be taken back
     with pytest.raises(
         ValueError, match="crop cannot take back 3 tokens, as some layers keep a st"
@@ -254,20 +253,20 @@ def test_states_of_an_interrupted_forward_pass_are_not_kept(max_length: int | No
         expected = model(ids).logits
         hf.enable(model)
         held = hf.TreeCache(model.config, max_length=max_length)
-        model(ids[:, :8], past_key_values=held)
+        model(ids[:, :8], **{CACHE_NAME: held})
 
         def interrupt(*_: object) -> None:
             raise KeyboardInterrupt
 
         hook = model.model.layers[2].register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            model(ids[:, 8:], past_key_values=held)
+            model(ids[:, 8:], **{CACHE_NAME: held})
         hook.remove()
         with pytest.raises(ValueError, match="some layers keep a state that has its tokens"):
             held.crop(held.get_seq_length() if CROP_KEEPS else 0)
         held.reset()
         torch.testing.assert_close(
-            model(ids, past_key_values=held).logits, expected, atol=1e-4, rtol=1e-4
+            model(ids, **{CACHE_NAME: held}).logits, expected, atol=1e-4, rtol=1e-4
         )
 
 
@@ -287,9 +286,9 @@ def test_a_pass_that_moved_on_states_alone_is_refused(
     model = hf.enable(make_model(HYBRIDS[name]))
     ids = _prompts(1)["input_ids"]
     held = hf.TreeCache(model.config, max_length=max_length)
-    expected = model(ids, past_key_values=held).logits
+    expected = model(ids, **{CACHE_NAME: held}).logits
     held.reset()
-    model(ids[:, :8], past_key_values=held)
+    model(ids[:, :8], **{CACHE_NAME: held})
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -298,17 +297,17 @@ def test_a_pass_that_moved_on_states_alone_is_refused(
     assert index > 0
     hook = model.model.layers[index].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        model(ids[:, 8 : 8 + count], past_key_values=held)
+        model(ids[:, 8 : 8 + count], **{CACHE_NAME: held})
     hook.remove()
     for interrupted in (held, copy.deepcopy(held)):
         with pytest.raises(RuntimeError, match="did not reach the last layer, and some layers kee"):
-            model(ids[:, 8 : 8 + count], past_key_values=interrupted)
+            model(ids[:, 8 : 8 + count], **{CACHE_NAME: interrupted})
         with pytest.raises(ValueError, match="some layers keep a state that has its tokens"):
             interrupted.crop(interrupted.get_seq_length() if CROP_KEEPS else 0)
         with pytest.raises(ValueError, match=r"TreeCache\.save: a forward pass has not reached"):
             interrupted.save(tmp_path)
     held.reset()
-    found = model(ids, past_key_values=held).logits
+    found = model(ids, **{CACHE_NAME: held}).logits
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -330,11 +329,11 @@ def test_a_second_turn_where_the_last_layer_keeps_a_state(name: str) -> None:
     model, plain = hf.enable(_ending_in_a_state(name)), _ending_in_a_state(name)
     options = {**GREEDY, "return_dict_in_generate": True}
     first, expected = (x.generate(**_prompts(1), **options) for x in (model, plain))
-    first.past_key_values.crop(first.past_key_values.get_seq_length() if CROP_KEEPS else 0)
+    first[CACHE_NAME].crop(first[CACHE_NAME].get_seq_length() if CROP_KEEPS else 0)
     ids = _longer(expected.sequences)
     longer = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY}
-    found = model.generate(**longer, past_key_values=first.past_key_values)
-    assert torch.equal(found, plain.generate(**longer, past_key_values=expected.past_key_values))
+    found = model.generate(**longer, **{CACHE_NAME: first[CACHE_NAME]})
+    assert torch.equal(found, plain.generate(**longer, **{CACHE_NAME: expected[CACHE_NAME]}))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("LFM")])
@@ -344,7 +343,7 @@ def test_a_pass_that_ends_inside_the_last_layer_is_refused(name: str) -> None:
     model = hf.enable(_ending_in_a_state(name))
     ids = _prompts(1)["input_ids"]
     held = hf.TreeCache(model.config)
-    model(ids, past_key_values=held)
+    model(ids, **{CACHE_NAME: held})
     update = Cache.update_recurrent_state
 
     def interrupt(cache: Cache, states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -357,6 +356,6 @@ def test_a_pass_that_ends_inside_the_last_layer_is_refused(name: str) -> None:
             mock.patch.object(Cache, "update_recurrent_state", interrupt),
             pytest.raises(KeyboardInterrupt),
         ):
-            model(ids, past_key_values=given)
+            model(ids, **{CACHE_NAME: given})
         with pytest.raises(RuntimeError, match="did not reach the last layer, and some layers kee"):
-            model(ids, past_key_values=given)
+            model(ids, **{CACHE_NAME: given})

@@ -12,6 +12,7 @@ from hf_caches import numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from test_hf_cache import CONFIG, _append, _stored
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import growing as layer_module
 from tree_attention.hf.cache.growing import CROP_KEEPS
 
@@ -81,25 +82,25 @@ def test_an_interrupted_forward_pass_can_be_forgotten(name: str, max_length: int
     model = make_model(name, "tree_attention")
     hf.enable(model)  # as latents need it
     ids = make_prompts(batch=1)["input_ids"]
-    expected = model(ids, past_key_values=hf.TreeCache(CONFIGS[name])).logits[:, -1]
+    expected = model(ids, **{CACHE_NAME: hf.TreeCache(CONFIGS[name])}).logits[:, -1]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     for removed in (0, 3):
         cache = hf.TreeCache(CONFIGS[name], max_length=max_length)
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], **{CACHE_NAME: cache})
         hook = model.model.layers[1].register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            model(ids[:, 20:27], past_key_values=cache)
+            model(ids[:, 20:27], **{CACHE_NAME: cache})
         hook.remove()
         with pytest.raises(
             RuntimeError, match="the last forward pass did not reach the last layer"
         ):
-            model(ids[:, 20:], past_key_values=cache)
+            model(ids[:, 20:], **{CACHE_NAME: cache})
         cache.crop(20 - removed if CROP_KEEPS else -removed)
         assert {layer.length for layer in cache.layers} == {20 - removed}
-        found = model(ids[:, 20 - removed :], past_key_values=cache).logits[:, -1]
+        found = model(ids[:, 20 - removed :], **{CACHE_NAME: cache}).logits[:, -1]
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 

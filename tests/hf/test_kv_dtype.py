@@ -16,6 +16,7 @@ from generations import greedy
 from hf_models import CONFIGS, make_model, make_prompts
 from rounded_caches import rounded_cache
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.options import KV_DTYPES
 from tree_attention.reference import quantise
 
@@ -59,9 +60,9 @@ def test_ranks_with_other_kv_dtypes_are_told() -> None:
 def test_a_given_cache_keeps_its_kv_dtype() -> None:
     model = make_model("llama")
     rounded = rounded_cache(model.config, "int8")
-    expected = model.generate(**make_prompts(), past_key_values=rounded, **GREEDY)
+    expected = model.generate(**make_prompts(), **{CACHE_NAME: rounded}, **GREEDY)
     hf.enable(model)
     cache = hf.TreeCache(model.config, kv_dtype="int8")
-    tokens = model.generate(**make_prompts(), past_key_values=cache, **GREEDY)
+    tokens = model.generate(**make_prompts(), **{CACHE_NAME: cache}, **GREEDY)
     assert cache.layers[0].key_rows.dtype == torch.int8
     assert torch.equal(tokens, expected)

@@ -29,6 +29,7 @@ from hf_families import LATENT, WORKING
 from hf_families import make_model as make_family
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import latent, operands
 
 GREEDY = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
@@ -136,12 +137,12 @@ def _two_turns(rank: int, world_size: int, tokens: Tensor) -> None:
     model = hf.enable(make_model("deepseek"), layout=BlockCyclic(world_size, 4))
     cache = hf.TreeCache(model.config, layout=BlockCyclic(world_size, 4))
     prompts = make_prompts()
-    model.generate(**prompts, past_key_values=cache, max_new_tokens=1)
+    model.generate(**prompts, **{CACHE_NAME: cache}, max_new_tokens=1)
     layout = Contiguous((*range(0, 10 * world_size, 10), 100))
     cache.reshard(layout)
     hf.enable(model, layout=layout)
     cache.crop(-1)
-    assert torch.equal(model.generate(**prompts, **GREEDY, past_key_values=cache), tokens)
+    assert torch.equal(model.generate(**prompts, **GREEDY, **{CACHE_NAME: cache}), tokens)
 
 
 @worlds
@@ -154,7 +155,7 @@ def _saved_and_loaded(rank: int, world_size: int, directory: Path) -> None:
     model = hf.enable(make_model("deepseek"), layout=layout)
     if not directory.exists():
         cache = hf.TreeCache(model.config, layout=layout)
-        model.generate(**make_prompts(), past_key_values=cache, max_new_tokens=1)
+        model.generate(**make_prompts(), **{CACHE_NAME: cache}, max_new_tokens=1)
         cache.save(directory)
         return
     found = {
@@ -189,7 +190,7 @@ def test_bytes_of_a_token(kv_dtype: str | None) -> None:
     model = hf.enable(make_model("deepseek"), kv_dtype=kv_dtype)
     cache = hf.TreeCache(model.config, kv_dtype=kv_dtype, growth=1)
     prompts = make_prompts()
-    model.generate(**prompts, past_key_values=cache, max_new_tokens=1)
+    model.generate(**prompts, **{CACHE_NAME: cache}, max_new_tokens=1)
     num_tokens = len(cache) * prompts["input_ids"].numel()
     columns = sum(SIZES.values())
     # In 8 bits with a scale of keys and, unused, of values.
@@ -205,7 +206,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
     def logits(model: PreTrainedModel) -> Tensor:
         cache = hf.TreeCache(model.config) if "generate" in vars(model) else None
-        return model(**make_prompts(), past_key_values=cache).logits[mask]
+        return model(**make_prompts(), **{CACHE_NAME: cache}).logits[mask]
 
     exact = logits(make_model("deepseek"))
     expected = logits(make_model("deepseek").to(dtype))
@@ -228,7 +229,7 @@ def test_disable_gives_the_expansion_back() -> None:
             parameter.fill_(torch.nan)
     output = copied.generate(**make_prompts(), **GREEDY, return_dict_in_generate=True)
     assert torch.equal(output.sequences, _expected("greedy"))
-    assert isinstance(output.past_key_values.layers[0], latent.LatentLayer)
+    assert isinstance(output[CACHE_NAME].layers[0], latent.LatentLayer)
 
 
 def test_other_caches_are_expanded() -> None:

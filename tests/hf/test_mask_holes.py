@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from hf_models import PAD, make_model, make_prompts
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf import CACHE_NAME
 from window_caches import crop_to
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
@@ -32,7 +33,7 @@ def _turns(model: Any) -> tuple[Any, dict[str, Tensor]]:
     ids = torch.cat((first.sequences, torch.tensor([[7, 8, 9], [9, 8, 7]])), dim=1)
     mask = torch.cat((make_prompts(2, LENGTH)["attention_mask"], torch.ones(2, 11).long()), dim=1)
     ids[1, LENGTH + ENDED : -3], mask[1, LENGTH + ENDED : -3] = PAD, 0
-    return first.past_key_values, {"input_ids": ids, "attention_mask": mask}
+    return first[CACHE_NAME], {"input_ids": ids, "attention_mask": mask}
 
 
 def _of_row_1(texts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -58,7 +59,7 @@ def _expected(name: str) -> tuple[Tensor, Tensor]:
     cache, texts = _turns(model)
     second = model.generate(**_of_row_1(texts), **GREEDY)
     if name == "llama":  # a window counts the hidden slots as well
-        batch = model.generate(**texts, past_key_values=cache, **GREEDY)
+        batch = model.generate(**texts, **{CACHE_NAME: cache}, **GREEDY)
         assert torch.equal(batch[1, -8:], second[0, -8:])
     ids = _documents()
     whole = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
@@ -74,12 +75,12 @@ def _refused(rank: int, world_size: int, name: str, expected: tuple[Tensor, Tens
         cache, texts = _turns(model)
         hole = f"columns {LENGTH + ENDED} to {LENGTH + 7} between ones; these are tokens of before"
         with pytest.raises(NotImplementedError, match=f"row 1 has a hole, zeros at {hole}"):
-            model.generate(**texts, past_key_values=cache, **GREEDY)
+            model.generate(**texts, **{CACHE_NAME: cache}, **GREEDY)
         # What the message says, though the pass that was refused has reached the first layer.
         alone = copy.deepcopy(cache)
         alone.batch_select_indices([1])
         crop_to(alone, LENGTH + ENDED)
-        found = model.generate(**_of_row_1(texts), past_key_values=alone, **GREEDY)
+        found = model.generate(**_of_row_1(texts), **{CACHE_NAME: alone}, **GREEDY)
         assert torch.equal(found[0, -8:], second)
         ids = _documents()
         with pytest.raises(NotImplementedError, match=r"columns 11 to 11 .*=torch\.ones_like"):

@@ -21,6 +21,7 @@ from transformers import GenerationMixin, LlamaForCausalLM, LogitsProcessor, Pre
 
 from hf_models import CONFIGS, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 
 GREEDY = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
@@ -257,8 +258,7 @@ def test_a_cache_of_the_callers_is_refused() -> None:
     model = make_model("llama")
 
     def no_cache(generation_config: Any, model_kwargs: Any, *args: Any) -> None:
-        model_kwargs.pop("cache", None)
-        model_kwargs.pop("past_key_values", None)
+        model_kwargs.pop(CACHE_NAME, None)
 
     model._prepare_cache_for_generation = no_cache
     message = "own _prepare_cache_for_generation must leave the TreeCache that it finds.* NoneType"

@@ -26,6 +26,7 @@ import hf_families
 from generations import generated
 from hf_models import VOCAB_SIZE, make_model, make_prompts
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 CACHED, LENGTH = 20, 37
@@ -61,8 +62,8 @@ def _turn(model: PreTrainedModel, cache: Any, options: dict[str, Any]) -> tuple[
     """The tokens of a second turn, and their logits, which show positions that tokens do not."""
     first = make_prompts(batch=1)["input_ids"][:, :CACHED] % 90
     with torch.no_grad():
-        model(first, past_key_values=cache)
-    tokens, logits, _ = generated(model, options, **GREEDY, past_key_values=cache)
+        model(first, **{CACHE_NAME: cache})
+    tokens, logits, _ = generated(model, options, **GREEDY, **{CACHE_NAME: cache})
     return tokens[:, -5:], logits
 
 
@@ -157,8 +158,8 @@ def test_new_embeddings_with_a_cache_are_refused() -> None:
     cache = hf.TreeCache(model.config)
     ids, embeds = _embeddings()
     with torch.no_grad():
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], **{CACHE_NAME: cache})
     with pytest.raises(ValueError, match=r"the cache holds 20 tokens .* inputs_embeds .* all 54"):
         model.generate(
-            inputs_embeds=embeds, attention_mask=torch.ones(1, 54), past_key_values=cache, **GREEDY
+            inputs_embeds=embeds, attention_mask=torch.ones(1, 54), **{CACHE_NAME: cache}, **GREEDY
         )

@@ -3,6 +3,7 @@
 
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tree_attention.hf import release
 from tree_attention.hf.release import CACHE_NAME, OLD_CACHE_NAME
 
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+SOURCES = {".py", ".md", ".ipynb"}
 NAMES = sorted({OLD_CACHE_NAME, CACHE_NAME})
 
 
@@ -31,6 +33,17 @@ def test_the_name_of_the_cache_is_that_of_the_release() -> None:
     assert ("cache" if is_new else "past_key_values") == CACHE_NAME
 
 
+def test_programs_and_pages_have_the_name_of_the_release() -> None:
+    """Of an output the old name is a line of a log, which no filter of warnings sees."""
+    root = Path(__file__).parents[2]
+    folders = ("python", "benchmarks", "examples", "lab", "docs")
+    files = [x for folder in folders for x in (root / folder).rglob("*") if x.suffix in SOURCES]
+    assert len(files) > 200
+    found = {x.name: x.read_text().count(OLD_CACHE_NAME) for x in files}
+    assert {name: n for name, n in found.items() if n} == {"release.py": 1, "huggingface.md": 1}
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_a_cache_goes_in_by_each_name_that_transformers_takes() -> None:
     """`generate` once set both names of a cache that it had made, and forgot the tokens in it."""
     model, prompts = hf.enable(make_model("llama")), make_prompts()
@@ -58,7 +71,8 @@ def test_a_prompt_is_split_by_each_name_of_its_cache(rank: int, world_size: int)
     )
     hf.enable(model, prefill="split")
     for name in NAMES:
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             model(ids, logits_to_keep=1, **{name: hf.TreeCache(model.config)})
     assert len(counts) == len(NAMES) and max(counts) < ids.shape[1]
 

@@ -24,6 +24,7 @@ from tree_attention import (
     ShardLayout,
     hf,
 )
+from tree_attention.hf import CACHE_NAME
 
 CONFIG = CONFIGS["llama"]
 LENGTH = 77
@@ -66,7 +67,7 @@ def _generate(rank: int, world_size: int, kv_dtype: str | None) -> list[list[int
     model = hf.enable(make_model("llama"), layout=layouts[0])
     cache = hf.TreeCache(model.config, layout=layouts[0], kv_dtype=kv_dtype)
     prompts = make_prompts()
-    tokens = model.generate(**prompts, past_key_values=cache, max_new_tokens=4)
+    tokens = model.generate(**prompts, **{CACHE_NAME: cache}, max_new_tokens=4)
     mask = prompts["attention_mask"]
     for layout in layouts[1:3]:
         cache.reshard(layout)
@@ -83,7 +84,7 @@ def _go_on(
 ) -> torch.Tensor:
     new = mask.new_ones((mask.shape[0], tokens.shape[1] - mask.shape[1]))
     whole = torch.cat((mask, new), 1)
-    return model.generate(tokens, attention_mask=whole, past_key_values=cache, max_new_tokens=4)
+    return model.generate(tokens, attention_mask=whole, **{CACHE_NAME: cache}, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "fp8"])

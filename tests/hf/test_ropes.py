@@ -95,7 +95,7 @@ def _generate(rank: int, world_size: int, expected: dict[str, Any]) -> None:
                     **_prompts(length), **GREEDY, **arguments, return_dict_in_generate=True
                 )
                 assert torch.equal(output.sequences, tokens[way, length]), (name, way, length)
-                held = output.past_key_values
+                held = output[CACHE_NAME]
                 assert isinstance(held, hf.TreeCache), (name, way)
                 assert int(held.get_seq_length()) == length + GREEDY["max_new_tokens"] - 1
 
@@ -115,12 +115,12 @@ def test_a_given_cache_is_filled_anew(rank: int, world_size: int) -> None:
     held = hf.TreeCache(model.config, layout=layout)
     prompts = _prompts(SWITCH + 10)
     with torch.no_grad():
-        model(prompts["input_ids"][:, :20], prompts["attention_mask"][:, :20], past_key_values=held)
+        model(prompts["input_ids"][:, :20], prompts["attention_mask"][:, :20], **{CACHE_NAME: held})
     new = prompts | {"input_ids": prompts["input_ids"][:, 3:]}
     with pytest.raises(ValueError, match="was not given the first 20, of which the cache holds"):
-        model.generate(**new, past_key_values=held, **GREEDY)
+        model.generate(**new, **{CACHE_NAME: held}, **GREEDY)
     expected = plain.generate(**prompts, **GREEDY)
-    assert torch.equal(model.generate(**prompts, past_key_values=held, **GREEDY), expected)
+    assert torch.equal(model.generate(**prompts, **{CACHE_NAME: held}, **GREEDY), expected)
     assert held.get_seq_length() == expected.shape[1] - 1
 
 

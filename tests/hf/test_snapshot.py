@@ -31,6 +31,7 @@ from tree_attention import (
     ShardLayout,
     hf,
 )
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache.growing import CROP_KEEPS
 from tree_attention.hf.options import KV_DTYPES
 from tree_attention.reference import quantise
@@ -132,18 +133,18 @@ def _survive(rank: int, world_size: int, directory: Path) -> list[list[int]]:
     model = hf.enable(make_model("llama"), timeout=5)
     prompts = make_prompts()
     cache = hf.TreeCache(model.config, timeout=5)
-    model.generate(**prompts, past_key_values=cache, max_new_tokens=1)
+    model.generate(**prompts, **{CACHE_NAME: cache}, max_new_tokens=1)
     cache.save(directory)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     crop(cache, 1)  # the prompt must have a new token
     with pytest.raises(ExchangeError):
-        model.generate(**prompts, past_key_values=cache, max_new_tokens=8)
+        model.generate(**prompts, **{CACHE_NAME: cache}, max_new_tokens=8)
     survivors = dist.new_group([0, 2], use_local_synchronization=True)
     hf.enable(model, group=survivors, timeout=5)
     cache = hf.TreeCache.load(directory, model.config, survivors)
     crop(cache, 1)
-    tokens = model.generate(**prompts, past_key_values=cache, max_new_tokens=8)
+    tokens = model.generate(**prompts, **{CACHE_NAME: cache}, max_new_tokens=8)
     return tokens.tolist()
 
 
@@ -184,7 +185,7 @@ def _save_with_a_communicator(rank: int, world_size: int, directory: Path) -> No
     cache = hf.TreeCache(model.config, Communicator(group))
     ids = split_models.make_prompts()["input_ids"]
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE_NAME: cache})
     own, other = (directory / str(column) for column in (rank % 2, 1 - rank % 2))
     cache.save(own)
     dist.barrier()  # the other group's save

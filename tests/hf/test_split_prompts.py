@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_models import CONFIGS, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ExchangeError, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.prompts import split_attention
 
 LAST = {"logits_to_keep": 1}
@@ -38,7 +39,7 @@ def _logits_of_chunks(
     """Of the last position of each chunk: `[chunks, batch, 1, vocabulary]`."""
     cache = hf.TreeCache(model.config, layout=layout)
     outputs = [
-        model(chunk, past_key_values=cache, **LAST, **options) for chunk in ids.split(chunks, 1)
+        model(chunk, **{CACHE_NAME: cache}, **LAST, **options) for chunk in ids.split(chunks, 1)
     ]
     assert cache.get_seq_length() == sum(chunks)
     return torch.stack([output.logits for output in outputs])
@@ -119,10 +120,10 @@ def _bytes(rank: int, world_size: int, passes_queries: bool, is_by_owner: bool) 
     ids = _ids(240, 2)
     counts = []
     with torch.no_grad():
-        model(ids[:, :48], past_key_values=cache, **LAST)  # whose first call tests the delivery
+        model(ids[:, :48], **{CACHE_NAME: cache}, **LAST)  # whose first call tests the delivery
         for begin, end in ((48, 144), (144, 240)):
             before = comm.bytes_sent
-            model(ids[:, begin:end], past_key_values=cache, **LAST)
+            model(ids[:, begin:end], **{CACHE_NAME: cache}, **LAST)
             counts.append(comm.bytes_sent - before)
     return counts
 
@@ -175,7 +176,7 @@ def test_which_forwards_are_split(rank: int, world_size: int) -> None:
         counts.clear()
         cache = hf.TreeCache(model.config, layout=BlockCyclic(world_size, 4))
         with torch.no_grad():
-            output = model(input_ids=ids, past_key_values=cache, **options)
+            output = model(input_ids=ids, **{CACHE_NAME: cache}, **options)
         assert (counts[0] < ids.shape[1]) == is_split, options
         if "output_hidden_states" in options:
             assert output.hidden_states[0].shape[1] == ids.shape[1]
@@ -183,10 +184,10 @@ def test_which_forwards_are_split(rank: int, world_size: int) -> None:
     with torch.no_grad():
         model(ids, None, None, cache, **LAST)  # by position, in a second turn
         embeds = model.get_input_embeddings()(ids)
-        model(inputs_embeds=embeds, past_key_values=cache, **LAST)
+        model(inputs_embeds=embeds, **{CACHE_NAME: cache}, **LAST)
         hf.disable(model)
         model.set_attn_implementation("tree_attention")
-        model(ids, past_key_values=cache, **LAST)
+        model(ids, **{CACHE_NAME: cache}, **LAST)
     assert counts[0] < 37 and counts[1] < 37 and counts[2] == 37
 
 
@@ -259,12 +260,8 @@ def test_compiled_forwards_are_not_split(rank: int, world_size: int) -> None:
 
 
 class _WithoutPositions(LlamaForCausalLM):
-    def forward(
-        self, input_ids: Tensor, past_key_values: Any = None, logits_to_keep: int = 0
-    ) -> Any:
-        return super().forward(
-            input_ids, past_key_values=past_key_values, logits_to_keep=logits_to_keep
-        )
+    def forward(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> Any:
+        return super().forward(input_ids, **{CACHE_NAME: cache}, logits_to_keep=logits_to_keep)
 
 
 def _with_dynamic_rope() -> Any:
@@ -325,7 +322,7 @@ def test_ranks_that_differ(rank: int, world_size: int) -> None:
     ):
         cache = hf.TreeCache(model.config)
         with torch.no_grad(), pytest.raises(ExchangeError, match=field):
-            of_rank(**{"input_ids": ids, "past_key_values": cache, **LAST, **arguments})
+            of_rank(**{"input_ids": ids, CACHE_NAME: cache, **LAST, **arguments})
     # Nothing was sent.
     assert _logits_of_chunks(model, ids, [20]).isfinite().all()
 

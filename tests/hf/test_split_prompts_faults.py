@@ -26,6 +26,7 @@ pytest.importorskip("transformers")
 from faults import AMPLE, QUICK, ROUND, SLACK, TIMEOUT, Once, before_operation
 from hf_models import VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, ExchangeError, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.prompts import split_attention
 
 TOKENS = 8
@@ -52,7 +53,7 @@ class _Prompt:
 
     @torch.no_grad()
     def read(self) -> None:
-        self.model(self.ids, past_key_values=self.cache, logits_to_keep=1)
+        self.model(self.ids, **{CACHE_NAME: self.cache}, logits_to_keep=1)
 
     def fail(self) -> tuple[float, str]:
         """Seconds until an exception. A survivor that was sent all may pass and fail next time."""
@@ -141,7 +142,7 @@ def test_a_rank_that_fails_alone(rank: int, world_size: int) -> None:
     @torch.no_grad()
     def read() -> None:
         cache = hf.TreeCache(model.config, group, timeout=QUICK)
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **{CACHE_NAME: cache}, logits_to_keep=1)
 
     read()
     if rank == 1:

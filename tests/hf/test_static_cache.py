@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from hf_models import CONFIGS, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache.growing import CROP_KEEPS
 from tree_attention.hf.prompts import forward as prompts
 
@@ -67,11 +68,11 @@ def generate(rank: int, world_size: int, name: str, case: str, expected: Tensor)
     with patched as split_forward:
         output = model.generate(**arguments)
         assert torch.equal(output.sequences, expected)
-        held = output.past_key_values
+        held = output[CACHE_NAME]
         assert held.is_compileable and held.get_max_length() == options["max_length"]
         assert int(held.get_seq_length()) == MAX_LENGTH
         held.reset()
-        again = model.generate(**arguments, past_key_values=held)
+        again = model.generate(**arguments, **{CACHE_NAME: held})
         assert torch.equal(again.sequences, expected)
     assert split_forward.called == (case == "prompts split" and world_size > 1)
 
@@ -219,11 +220,11 @@ def test_what_does_not_fit_is_refused(rank: int, world_size: int) -> None:
     assert tokens.shape[1] == LENGTH + 12
 
     held = hf.TreeCache(model.config, layout=layout, max_length=60)
-    output = model.generate(**given, **GREEDY, past_key_values=held)
+    output = model.generate(**given, **GREEDY, **{CACHE_NAME: held})
     mask = torch.cat((given["attention_mask"], torch.ones(3, 12)), dim=1)
     # Another turn, with all the tokens and with the new ones only.
     for ids in (output, output[:, -1:]):
-        turn = {"input_ids": ids, "attention_mask": mask, "past_key_values": held}
+        turn = {"input_ids": ids, "attention_mask": mask, CACHE_NAME: held}
         with refused(match=r"has max_length 60, and .* need 61 slots"):
             model.generate(**turn, max_new_tokens=13)
         tokens = model.generate(**turn, max_new_tokens=12, min_new_tokens=12)
@@ -264,19 +265,19 @@ def test_masks_of_fixed_width() -> None:
     mask[:, :LENGTH] = given["attention_mask"]
     with torch.no_grad():
         expected = plain_model("llama")(**given).logits
-        logits = model(given["input_ids"], attention_mask=mask, past_key_values=held).logits
+        logits = model(given["input_ids"], attention_mask=mask, **{CACHE_NAME: held}).logits
         seen = given["attention_mask"].bool()
         torch.testing.assert_close(logits[seen], expected[seen], atol=1e-4, rtol=1e-4)
         token = given["input_ids"][:, -1:]
         again = copy.deepcopy(held)
-        wide = model(token, attention_mask=mask, past_key_values=held).logits
-        narrow = model(token, attention_mask=mask[:, : LENGTH + 1], past_key_values=again).logits
+        wide = model(token, attention_mask=mask, **{CACHE_NAME: held}).logits
+        narrow = model(token, attention_mask=mask[:, : LENGTH + 1], **{CACHE_NAME: again}).logits
         assert torch.equal(wide, narrow)
         for width in (LENGTH, LENGTH + 1, LENGTH + 3):
             with pytest.raises(
                 NotImplementedError, match=rf"new tokens\] = \[3, 39\], got \[3, {width}\]"
             ):
-                model(token, attention_mask=mask[:, :width], past_key_values=held)
+                model(token, attention_mask=mask[:, :width], **{CACHE_NAME: held})
             held.crop(0)
 
 
@@ -303,7 +304,7 @@ def test_a_chunk_that_is_padding_in_all_rows(rank: int, world_size: int, name: s
                         ids[:, chunk],
                         attention_mask=mask,
                         position_ids=positions[:, chunk],
-                        past_key_values=held,
+                        **{CACHE_NAME: held},
                         logits_to_keep=1,
                     ).logits
                 )

@@ -27,6 +27,7 @@ from transformers import Gemma3TextConfig
 from hf_caches import numbered_keys
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.cache.window import MARGIN, STEP, WindowLayer
 from window_caches import (
@@ -346,7 +347,7 @@ def test_a_mask_of_a_longer_window_is_refused() -> None:
     with pytest.raises(
         NotImplementedError, match=r"keeps the keys of a sliding window of 7, .* the window 8"
     ):
-        model(make_prompts(1)["input_ids"], past_key_values=hf.TreeCache(shorter))
+        model(make_prompts(1)["input_ids"], **{CACHE_NAME: hf.TreeCache(shorter)})
 
 
 @torch.no_grad()
@@ -355,9 +356,9 @@ def _split_and_taken_back(rank: int, world_size: int, wanted: torch.Tensor) -> N
     ids = make_prompts(batch=1, length=60)["input_ids"]
     kept = hf.TreeCache(model.config)
     for part in (ids[:, :30], ids[:, 30:]):
-        model(part, past_key_values=kept, logits_to_keep=1)
+        model(part, **{CACHE_NAME: kept}, logits_to_keep=1)
     kept.crop(-45)
-    found = model(ids[:, 15:40], past_key_values=kept, logits_to_keep=1).logits
+    found = model(ids[:, 15:40], **{CACHE_NAME: kept}, logits_to_keep=1).logits
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3)
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from hf_families import HYBRIDS, REFUSED, WORKING, Family, make_model
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache.window import MARGIN, STEP
 from tree_attention.hf.options import KV_DTYPES as OF_8_BITS
 from tree_attention.planning.arithmetic import SPLIT, SPLIT_BY_HEADS, Plan, Work
@@ -74,7 +75,7 @@ def test_cache_is_as_large_as_a_model_fills_it(family: Family) -> None:
     cache = hf.TreeCache(model.config)
     hf.enable(model)
     with torch.no_grad():
-        model(torch.ones((1, tokens), dtype=torch.long), past_key_values=cache)
+        model(torch.ones((1, tokens), dtype=torch.long), **{CACHE_NAME: cache})
     keys = states = 0
     for layer in cache.layers:
         if hasattr(layer, "recurrent_states"):
@@ -251,7 +252,7 @@ def test_latents_of_8_bits_are_as_large_as_they_are_cached(kv_dtype: str) -> Non
     cache = hf.TreeCache(model.config, kv_dtype=kv_dtype)
     hf.enable(model)
     with torch.no_grad():
-        model(torch.ones((1, 5), dtype=torch.long), past_key_values=cache)
+        model(torch.ones((1, 5), dtype=torch.long), **{CACHE_NAME: cache})
     (layers,) = from_config("tiny", model.config).attention
     buffers = cache.layers[0].buffers().values()
     assert layers.token_bytes(kv_dtype) == sum(x[:, :, :1].nbytes for x in buffers)

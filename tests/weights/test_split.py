@@ -33,6 +33,7 @@ from split_models import (
     make_prompts,
 )
 from tree_attention import hf
+from tree_attention.hf import CACHE_NAME
 
 LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 SEED = 5
@@ -49,7 +50,7 @@ def _forward(rank: int, world_size: int, size: int) -> Tensor:
     cache = hf.TreeCache(model.config, hf.mesh(model).context_group)
     logits = [
         model(**prompts, use_cache=False).logits,
-        model(**prompts, past_key_values=cache).logits,
+        model(**prompts, **{CACHE_NAME: cache}).logits,
         model(**prompts).logits,  # with a cache of transformers' own
     ]
     for found in logits:

@@ -26,6 +26,7 @@ pytest.importorskip("transformers")
 
 from split_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
+from tree_attention.hf import CACHE_NAME
 
 BAD = (2, 0, -1, 6)
 PROMPT = {"max_new_tokens": 3, "do_sample": False}
@@ -95,7 +96,7 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
     model.set_attn_implementation("tree_attention")
     other = hf.TreeCache(model.config, dist.new_group([rank], use_local_synchronization=True))
     with pytest.raises(ValueError, match="make the cache with TreeCache"):
-        model(ids[:, :9], past_key_values=other)
+        model(ids[:, :9], **{CACHE_NAME: other})
     assert torch.equal(model.generate(**prompts, **PROMPT), tokens)
 
 
@@ -136,7 +137,7 @@ def test_a_cache_over_another_group_of_the_same_size(rank: int, world_size: int)
     model = hf.parallelize(make_model("llama"), tensor_parallel_size=2)
     cache = hf.TreeCache(model.config, hf.mesh(model).tensor_group)
     with pytest.raises(ValueError, match="make the cache with TreeCache"):
-        model(make_prompts()["input_ids"], past_key_values=cache)
+        model(make_prompts()["input_ids"], **{CACHE_NAME: cache})
 
 
 # Two that the model has no place for, and those of older releases, which are left out.

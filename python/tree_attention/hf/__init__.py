@@ -21,10 +21,12 @@ from ..weights.split import mesh
 from .cache.growing import WrongAttentionError
 from .cache.tree_cache import TreeCache
 from .enable import disable, enable
+from .release import CACHE_NAME
 from .sampling import SynchronizeLogits, seed_ranks
 from .tensor_parallel import from_pretrained, parallelize
 
 __all__ = [
+    "CACHE_NAME",
     "SynchronizeLogits",
     "TreeCache",
     "WrongAttentionError",

@@ -27,7 +27,7 @@ from .states import StateCache
 class TreeCache(StateCache):
     """The key/value cache of a model, with its slots spread over the ranks of a group.
 
-    Every rank makes one and passes it as `past_key_values` to a model whose attention is
+    Every rank makes one and passes it by `**{CACHE_NAME: cache}` to a model whose attention is
     `"tree_attention"`; `enable` does both. All ranks run the same model on the same inputs, each
     keeps the slots that `layout` gives it, and attention is merged over the group. A slot is a
     position in the cache, left padding included. Layers with a sliding window keep the slots of the
@@ -61,7 +61,7 @@ class TreeCache(StateCache):
         model = hf.enable(AutoModelForCausalLM.from_pretrained("examples/passkey-llama"))
         cache = hf.TreeCache(model.config, kv_dtype="int8")
         ids = torch.tensor([[5, 6, 7]])
-        model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        model.generate(ids, **{hf.CACHE_NAME: cache}, max_new_tokens=4, do_sample=False)
         print(cache.get_seq_length())  # 6
     """
 
@@ -248,7 +248,7 @@ class TreeCache(StateCache):
         Equivalent, with the model run again::
 
             cache = TreeCache(config, group, layout)
-            model(input_ids, past_key_values=cache)
+            model(input_ids, **{CACHE_NAME: cache})
 
         Args:
             directory: what `save` was given, at a path by which this rank reaches it.
