@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is said where a cache finds no memory, and how much there is."""
+"""The error of a cache that finds no memory, and how much memory there is."""
 
 import math
 import os
@@ -80,7 +80,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a process can still allocate on a device, or None where nobody knows."""
+    """The bytes that a process can still allocate on a device, or None where nobody knows."""
     if device.type == "cuda" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
