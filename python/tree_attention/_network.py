@@ -21,6 +21,13 @@ def address_towards(host: str, port: int) -> str:
     return found
 
 
+def address_of(device: str) -> str:
+    """The IPv4 address of a network device; OSError where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", device.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+
+
 def device_of(address: str) -> str | None:
     """The network device that has this address; None where none has it."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
@@ -32,10 +39,8 @@ def device_of(address: str) -> str | None:
 
 def _addresses_of(device: str) -> list[object]:
     found: list[object] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        request = struct.pack("256s", device.encode()[:15])
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        found.append(ipaddress.IPv4Address(answer[20:24]))
+    with suppress(OSError):
+        found.append(ipaddress.IPv4Address(address_of(device)))
     with suppress(OSError):  # where there is no IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, *_, name = line.split()

@@ -5,7 +5,6 @@ Gloo's threads move its messages, and a sender asks its receiver first. Here a m
 out at `start`.
 """
 
-import fcntl
 import hmac
 import os
 import secrets
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ...._loader import load
+from ...._network import address_of, address_towards
 from ...notes import Gather, Note, attempt, first_reason
 from ..deadlines import is_watched
 from ..messages import DirectTransport
@@ -23,7 +23,6 @@ from ..messages import DirectTransport
 _KEY_BYTES = 16
 _CONNECT_SECONDS = 10.0  # at most, and half of what the call has
 _HELLO_SECONDS = 1.0  # in which somebody who connects has to say who it is
-_SIOCGIFADDR = 0x8915  # of Linux
 
 
 def connect(
@@ -95,15 +94,9 @@ def _own_address() -> str:
     """The address that others reach this host by: of the network interface that Gloo is told to
     use, else the one from which messages leave to the host that all ranks know."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if name:
-            request = struct.pack("256s", name.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    kind, _, _, _, place = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing
-        return str(probe.getsockname()[0])
+    if name:
+        return address_of(name)
+    return address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname(), 1)
 
 
 def _left(end: float) -> float:
