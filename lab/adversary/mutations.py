@@ -120,7 +120,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank whose call changed does not say so", "exchange/agreement/session.py",
-        "self.replay(deadline)", "pass",
+        "self.link.replay.run(self.link, deadline)", "pass",
         "ranks", "change", "no answer|no word|off by",
     ),
     Mutation(

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -100,7 +99,6 @@ def ring_decode(
             (*_signature_of(decode), ("instruction set", instruction_set)),
             run,
             q.device,
-            replay=partial(_gather_facts, comm.link, facts),
             queries=decode.queries,
         )
 
@@ -157,22 +155,11 @@ def ring_pass_q_decode(
         def attend(part: Part, queries: Tensor, out: _State) -> None:
             lean_decode(**{**part_of(decode.arguments, *part), "q": queries}, out=out)
 
-        # The replay keeps neither tensors nor the call.
-        shape, dtype, device, head_dim_v = q.shape, q.dtype, q.device, v_local.shape[3]
-        num_heads_kv, seconds = k_local.shape[1], call.seconds
-
-        def replay(deadline: float) -> None:
-            nothing = torch.empty(shape, dtype=dtype, device=device)
-            with comm.lend((*shape[:3], head_dim_v), device) as there:
-                ring = _ring_of(comm.link, there, nothing, num_heads_kv)
-                ring.run(nothing, lambda *_: None, lambda: deadline)
-
-        ring = _ring_of(comm.link, state, q, num_heads_kv)
+        ring = _ring_of(comm.link, state, q, k_local.shape[1])
         return call.run(
             _signature_of(decode),
-            lambda deadline: ring.run(q, attend, lambda: time.monotonic() + seconds),
-            device,
-            replay=replay,
+            lambda deadline: ring.run(q, attend, lambda: time.monotonic() + call.seconds),
+            q.device,
             queries=decode.queries,
         )
 

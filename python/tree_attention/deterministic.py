@@ -85,11 +85,8 @@ def decode_by_blocks(
     # the signature, which would then be compared in every call.
     place = torch.tensor([[*key_layout, seqlen_k]], device="cpu")
 
-    def gather_places(deadline: float) -> list[list[int]]:
-        return comm.gather(place, (1,) * comm.world_size, 0, deadline).tolist()
-
     def gather(deadline: float) -> tuple[list[int], Tensor]:
-        places = gather_places(deadline)
+        places = comm.gather(place, (1,) * comm.world_size, 0, deadline).tolist()
         comm.link.check_call_id()
         blocks = [_block_numbers(own[:3], own[3], size) for own in places]
         numbers = [number for own in blocks for number in own]
@@ -99,9 +96,7 @@ def decode_by_blocks(
 
     numbers, gathered = _block_numbers(key_layout, seqlen_k, size), states
     if comm.world_size > 1:
-        numbers, gathered = call.run(
-            signature, gather, q.device, replay=gather_places, queries=decode.queries
-        )
+        numbers, gathered = call.run(signature, gather, q.device, queries=decode.queries)
     if len(set(numbers)) < len(numbers):
         raise ValueError(
             f"tree_decode: with deterministic={size} no two ranks may hold keys of one block, "

@@ -212,7 +212,7 @@ def test_no_rank_goes_on_without_another(rank: int, world_size: int, how: str) -
 
     def pass_on(timeout: float | None = None) -> None:
         with comm.begin("passed on", timeout) as passed_on:
-            passed_on.run((), move, replay=move)
+            passed_on.run((), move)
 
     call("all_gather", comm, timeout=AMPLE)
     pass_on(AMPLE)

@@ -49,7 +49,7 @@ def calibrate(
     unavailable = exchanging.unavailable(device)
     names = [name for name, s in STRATEGIES.items() if s.is_canonical and name not in unavailable]
     with comm.begin("calibrate clocks") as call:
-        clock = call.run((), partial(Clock.agree, comm.link, device))
+        clock = call.run((), partial(Clock.agree, comm.link, device), is_repeatable=False)
 
     def largest(values: list[float], deadline: float) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=device)
@@ -93,7 +93,7 @@ def calibrate(
             for i, name in enumerate(names, 1):
                 run = partial(exchanging.all_merge_states, o, lse, strategy=name)
                 with comm.begin(f"calibrate {name} {num_bytes}", limit) as call:
-                    times[name] += call.run((), partial(rounds, run))
+                    times[name] += call.run((), partial(rounds, run), is_repeatable=False)
                 done = (len(measured) * _NUM_TURNS) + turn * len(names) + i
                 progress(done, len(BATCHES) * len(names) * _NUM_TURNS)
         measured += [Measured(n, num_bytes, float(np.median(t))) for n, t in times.items()]

@@ -22,7 +22,7 @@ from ..ops import merge_states
 from .agreement.group_lock import GroupLock, NoLock, lock_of
 from .agreement.queries import Queries, warn_of_rounding
 from .agreement.self_test import merge_digest
-from .agreement.session import Replay, Session
+from .agreement.session import Session
 from .agreement.signatures import CALLER
 from .auto.choose import measured_costs
 from .auto.setup import Resources
@@ -347,7 +347,7 @@ class Communicator:
         """Strategies that cannot be used with tensors of `device`, and why; known after a call."""
         return self._resources.unavailable(device)
 
-    # The methods below serve other collective functions too, and lend them memory.
+    # The methods below serve other collective functions too.
 
     def gather(self, x: Tensor, counts: tuple[int, ...], dim: int, deadline: float) -> Tensor:
         """`all_gather`, inside a call."""
@@ -364,15 +364,6 @@ class Communicator:
         state = self._buffers.get(torch.Size(shape), payload_dtype, device)
         self._note_size(state.send.nbytes)
         return state
-
-    def lend(
-        self,
-        shape: torch.Size | tuple[int, ...],
-        device: torch.device,
-        payload_dtype: torch.dtype = torch.float32,
-    ) -> AbstractContextManager[State]:
-        """Such a buffer for a replay. It may hold the next call's state, which stays as it is."""
-        return self._buffers.lend(torch.Size(shape), payload_dtype, device)
 
     def outputs(
         self, layout: StateLayout, options: ExchangeOptions, device: torch.device
@@ -399,22 +390,14 @@ class Communicator:
         layout, device = state.layout, state.device
         outputs = self.outputs(layout, options, device)
 
-        def exchange(state: State, outputs: tuple[Tensor, Tensor], deadline: float) -> None:
+        def exchange(deadline: float) -> None:
             prepared = state.prepared.get(options)
             if prepared is None:
                 prepared = state.prepared[options] = self._resources.prepare(state, options)
             prepared(deadline, *outputs)
 
-        def again(deadline: float) -> None:
-            with self.lend((*layout.shape, layout.head_dim), device, layout.dtype) as there:
-                exchange(there, self.outputs(layout, options, device), deadline)
-
         call.run(
-            (*signature, *self.fields(layout, options, device)),
-            lambda deadline: exchange(state, outputs, deadline),
-            device,
-            replay=again,
-            queries=queries,
+            (*signature, *self.fields(layout, options, device)), exchange, device, queries=queries
         )
         if explain and self.rank == 0 and layout.num_bytes:
             # After the call: it is the caller's stream, which may be closed.
@@ -471,15 +454,7 @@ class Communicator:
     ) -> Tensor:
         """`run` for all ranks' `x`, as `call`."""
         self._note_size(x.nbytes)
-        link, shape, dtype, device = self.link, x.shape, x.dtype, x.device  # a replay keeps no x
-        return call.run(
-            signature,
-            lambda deadline: run(link, x, *how, deadline),
-            device,
-            replay=lambda deadline: run(
-                link, torch.empty(shape, dtype=dtype, device=device), *how, deadline
-            ),
-        )
+        return call.run(signature, lambda deadline: run(self.link, x, *how, deadline), x.device)
 
     def _free_memory(self) -> None:
         """Frees memory that is too much to keep, at the end of each call."""
@@ -535,7 +510,7 @@ class Call(AbstractContextManager["Call"]):
         run: Callable[[float], T],
         device: torch.device | None = None,
         *,
-        replay: Replay | None = None,
+        is_repeatable: bool = True,
         queries: Sequence[Tensor] = (),
     ) -> T:
         """`run(deadline)` once all ranks are known to run the same; any error in it is final.
@@ -543,11 +518,10 @@ class Call(AbstractContextManager["Call"]):
         `signature` names the kind of `device`. The first call with tensors of a kind of device
         tests how messages are delivered there, and sets up the strategies that need it.
 
-        `replay` repeats the messages of `run`, up to the first one after which every rank has seen
-        the call ids of all. It runs when this rank makes another call while its peers may be
-        waiting in a repetition of this one, and wakes them. Without it the next call compares
-        signatures, even if it is the same. `queries` have the same values on every rank, which is
-        checked for tensors on the host.
+        `is_repeatable`: the signature determines the messages of `run`, up to
+        `Link.check_call_id` where it comes to that. Then an equal next call goes straight to them,
+        and a rank that makes another one sends them once more, which wakes its peers (`Replay`).
+        `queries` have the same values on every rank, which is checked for tensors on the host.
         """
         comm, session, whole = self.comm, self.comm._require_session(), self._whole(signature)
         link = session.link
@@ -564,12 +538,13 @@ class Call(AbstractContextManager["Call"]):
                 comm._is_on_host = device is None or link.transport_device(device).type == "cpu"
                 if device is not None and not comm._resources.are_known(device):
                     comm._set_up(session, device, deadline)
-            session.replay = replay if comm._is_on_host else None
-            if replay is None:
-                session.agreed = None
+                link.replay.record(comm._is_on_host and is_repeatable)
+                if not is_repeatable:
+                    session.agreed = None
             link.call_id = call_id = comm._queries.call_id(queries)
             with suppress(OtherCall):
                 result = run(deadline)
+                link.replay.is_recording = False
                 if link.call_id == call_id:
                     return result
             comm._queries.settle(session, texts, queries, deadline)

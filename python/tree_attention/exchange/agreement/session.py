@@ -5,13 +5,12 @@ together when one fails."""
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..notes import Disagreement, ExchangeError, Note, OtherCall, Signature, sentence
+from ..notes import Disagreement, ExchangeError, Note, Signature, sentence
 from ..transport.deadlines import call_before
 from ..transport.messages import OTHER_CALL
 from ..transport.process_group import Link
@@ -19,8 +18,6 @@ from .self_test import delivery_fault
 from .signatures import ABANDONED, Agreement, Judge
 
 T = TypeVar("T")
-# Repeats the messages of a call, before a `time.monotonic` deadline, and drops the results.
-Replay = Callable[[float], object]
 
 # Surviving ranks fail at about the same time. How many seconds one that failed waits to hear from
 # the others, so that its error can name the ranks that said nothing.
@@ -44,8 +41,6 @@ class Session:
         # What ranks agreed on: the next call need not compare it, if it is equal.
         self.agreed: Signature | None = None
         self.texts: Signature = ()  # of it, as it was published
-        # The last call's messages: peers that repeat the call wait in them for this rank.
-        self.replay: Replay | None = None
         self._num_abandoned = 0
         self._note, self._on_failure = note, on_failure
         store = group.get_group_store()
@@ -77,11 +72,9 @@ class Session:
         It sends them the messages that they wait for, with the call id OTHER_CALL, on which they
         come to the store. The link does not count these messages.
         """
-        if self.replay is None:
-            return
         self.link.call_id = OTHER_CALL
-        with self.link.uncounted(), suppress(OtherCall):
-            self.replay(deadline)
+        with self.link.uncounted():
+            self.link.replay.run(self.link, deadline)
 
     def abandon(self) -> None:
         """Records that this rank raised before the messages of a call, which its peers may send.
@@ -125,7 +118,8 @@ class Session:
                 raise ExchangeError(self.failed)  # aborted as it ended
             return result
         except Disagreement as error:  # known to every rank, and nobody waits: not a failure
-            self.agreed = self.replay = None
+            self.agreed = None
+            self.link.replay.record(False)
             raise ExchangeError(f"{self._here}: {error}") from None
         except RuntimeError as error:
             reason = sentence(error)

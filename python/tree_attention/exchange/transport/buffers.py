@@ -3,8 +3,7 @@
 that stay where they are."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -175,9 +174,6 @@ class Prepared(Generic[T]):
             self._made[kind] = made
         return made
 
-    def find(self, kind: Hashable) -> T | None:
-        return self._made.get(kind)
-
     def free_host(self) -> None:
         """Forgets what was prepared, and gives the host's memory back."""
         self._clear()
@@ -231,23 +227,6 @@ class StateBuffers:
     def get(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> State:
         """The state of an `o` of `shape` and `dtype`."""
         return self.prepared.get((shape, dtype, device), lambda: self._make(shape, dtype, device))
-
-    @contextmanager
-    def lend(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Iterator[State]:
-        """Such a state for a replay, which has no memory of its own and keeps none.
-
-        What is in its send buffer may be the next call's state, and stays as it is.
-        """
-        known = self.prepared.find((shape, dtype, device))
-        state = self._make(shape, dtype, device) if known is None else known
-        call_id = state.send[-CALL_ID_BYTES:]  # all that an exchange writes there
-        before = call_id.clone()
-        try:
-            yield state
-        finally:
-            call_id.copy_(before)
-            if known is None:
-                state.prepared.clear()
 
     def _make(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> State:
         layout, arena = StateLayout(tuple(shape[:-1]), shape[-1], dtype), self.prepared.arena

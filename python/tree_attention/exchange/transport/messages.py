@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup, Work
 
 from .buffers import CALL_ID_BYTES
 from .deadlines import is_watched
+from .replay import Replay
 
 ByRank = Mapping[int, Tensor]
 
@@ -34,6 +36,7 @@ class Transport(Protocol):
     rank: int
     world_size: int
     call_id: int
+    replay: Replay
     bytes_sent: int
 
     @property
@@ -232,12 +235,15 @@ class Messages(Round):
         self._ids_sent = [_call_id_of(tensor) for tensor in outgoing.values() if is_read]
         self._ids_received = [_call_id_of(tensor) for tensor in receive.values() if is_read]
         self._rounds = _rounds(link, receive, send, device, tag)
+        self._repeated = partial(_repeat, tuple(receive), tuple(send), device, tag, has_call_id)
+        self._tensors = [*receive.values(), *send.values()]
 
     def post(self) -> None:
         for part in self._rounds:
             part.post()
 
     def start(self, deadline: float) -> None:
+        self._link.replay.note(self._repeated, self._tensors)
         with self._link.operation("round of messages"):
             for host, tensor in self._uploads:
                 host.copy_(tensor)
@@ -258,6 +264,22 @@ class Messages(Round):
             for tensor, host in self._downloads:
                 tensor.copy_(host)
             self._link.bytes_sent += self.bytes_sent
+
+
+def _repeat(
+    sources: Sequence[int],
+    targets: Sequence[int],
+    device: torch.device,
+    tag: int,
+    has_call_id: bool,
+    link: Transport,
+    tensors: Sequence[Tensor],
+    deadline: float,
+) -> None:
+    """A round of messages between the same ranks, in other tensors."""
+    receive = dict(zip(sources, tensors, strict=False))
+    send = dict(zip(targets, tensors[len(sources) :], strict=True))
+    Messages(link, receive, send, device, tag, has_call_id).run(deadline)
 
 
 def _rounds(

@@ -24,6 +24,7 @@ from ..notes import OtherCall
 from .buffers import CALL_ID_BYTES, host_memory
 from .deadlines import is_watched, remaining
 from .messages import OTHER_CALL, SAME_CALL, DirectTransport, LibraryCall, Messages, Round
+from .replay import Replay
 
 # The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;
 # renamed after torch 2.11.
@@ -64,6 +65,7 @@ class Link:
         self.seconds = 0.0
         # The id of the call under way, which its messages carry (`Messages`).
         self.call_id = SAME_CALL
+        self.replay = Replay()
         # The least tag of this communicator's messages: those of the group's others differ.
         self.first_tag = FIRST_TAG
         # To the other ranks of this node, or why there is none; None before the first call.
@@ -146,12 +148,17 @@ class Link:
         self.check_call_id()
 
     def check_call_id(self) -> None:
-        """Raises OtherCall if a message of this call had another call id than this rank's."""
+        """Raises OtherCall if a message of this call had another call id than this rank's.
+
+        Every rank has seen the ids of all by then: sizes behind it may differ from call to call.
+        """
+        self.replay.is_recording = False
         if self.call_id == OTHER_CALL:
             raise OtherCall
 
     def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """`receive` becomes the concatenation of every rank's `send`, in rank order."""
+        self.replay.note(lambda link, x, end: link.all_gather(*x, end), (receive, send))
         options = _with_timeout(AllgatherOptions(), deadline)
         with self.operation(f"all_gather of {send.nbytes} bytes from each rank"):
             source, target = self._stage(send), self._stage(receive, copy=False)
@@ -161,6 +168,7 @@ class Link:
 
     def all_to_all(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """Equal parts: `receive[r]` becomes what rank r has in its `send` for this rank."""
+        self.replay.note(lambda link, x, end: link.all_to_all(*x, end), (receive, send))
         options = _with_timeout(AllToAllOptions(), deadline)
         num_bytes = send.nbytes // self.world_size
         with self.operation(f"all_to_all of {num_bytes} bytes to each rank"):
@@ -191,6 +199,7 @@ class Link:
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
         """Reduces `tensor` over the ranks in place. Bytes are counted as a ring sends them."""
+        self.replay.note(lambda link, x, end: link.all_reduce(*x, op, end), [tensor])
         options = _with_timeout(AllreduceOptions(), deadline)
         options.reduceOp = op
         with self.operation(f"all_reduce of {tensor.nbytes} bytes"):
@@ -201,6 +210,7 @@ class Link:
 
     def broadcast(self, tensor: Tensor, deadline: float) -> None:
         """`tensor` becomes rank 0's. Bytes are counted as a message to every rank."""
+        self.replay.note(lambda link, x, end: link.broadcast(*x, end), [tensor])
         options = _with_timeout(BroadcastOptions(), deadline)
         options.rootRank = 0
         options.rootTensor = 0

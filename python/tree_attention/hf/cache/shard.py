@@ -127,7 +127,7 @@ class Shard:
             link.messages(received, sent, device, has_call_id=False).run(deadline)
 
         with self.comm.begin(op, self.timeout) as call:
-            call.run(signature, run, device, replay=link.exchange_call_ids)
+            call.run(signature, run, device)
 
 
 class Moves:
