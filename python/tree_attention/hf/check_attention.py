@@ -36,9 +36,7 @@ def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> b
                 f"enable: {type(module).__name__} computes its attention in forward, which was "
                 "replaced on the model, by hooks or by hand; enable needs the one of transformers"
             )
-    if prefill == "split":
-        check_split(model)
-    return split_obstacle(model) is None
+    return check_split(model, prefill)
 
 
 def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
@@ -128,17 +126,19 @@ def _check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
         check_taken(what, model.dtype, *no_rows(columns, model.dtype, kv_dtype, model.device))
 
 
-def check_split(model: PreTrainedModel) -> None:
-    """Raises ValueError where the tokens of a model's prompts cannot be split over ranks."""
-    obstacle = split_obstacle(model)
-    if obstacle is not None:
+def check_split(model: PreTrainedModel, prefill: str = "split") -> bool:
+    """True where the tokens of a model's prompts can be split over ranks; raises ValueError where
+    they cannot and `prefill` asks for it."""
+    obstacle = _split_obstacle(model)
+    if obstacle is not None and prefill == "split":
         raise ValueError(
             f"enable: prefill='split' is not possible with {type(model).__name__}: {obstacle}; "
             "use prefill='auto' or 'replicated'"
         )
+    return obstacle is None
 
 
-def split_obstacle(model: PreTrainedModel) -> str | None:
+def _split_obstacle(model: PreTrainedModel) -> str | None:
     """The reason why the tokens of a model's prompts cannot be split over ranks, or None."""
     if mesh_of(model) is not None:
         return "its weights are split, so that ranks need each other's tokens in every layer"
