@@ -48,6 +48,7 @@ from .transport.topology import Topology, node_name
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 30.0
+_HOST = torch.device("cpu")
 
 # A call in which the messages of all ranks have more bytes is large. Host memory beyond
 # `MAX_KEPT_BYTES` stays while large calls follow one another, as in a prompt's layers: each would
@@ -437,6 +438,7 @@ class Communicator:
                 near = () if isinstance(memory, str) else memory
                 others = [r for r in range(self.world_size) if r != self.rank and r not in near]
                 link.sockets = sockets.connect(self.rank, others, gather, deadline)
+            link.forget_ids_round()
         session.test_delivery(device, deadline)
         self._resources.set_up(link, device, self.topology, gather, deadline)
 
@@ -535,7 +537,7 @@ class Call(AbstractContextManager["Call"]):
             if not is_agreed:
                 comm._learn(session.agree(texts, deadline))
                 session.agreed, session.texts = whole, texts
-                comm._is_on_host = device is None or link.transport_device(device).type == "cpu"
+                comm._is_on_host = link.transport_device(device or _HOST).type == "cpu"
                 if device is not None and not comm._resources.are_known(device):
                     comm._set_up(session, device, deadline)
                 link.replay.record(comm._is_on_host and is_repeatable)

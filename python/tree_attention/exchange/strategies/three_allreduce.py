@@ -32,7 +32,8 @@ def prepare(context: Context) -> Exchange:
 
     def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
         largest.copy_(state.lse)
-        call_id = float(link.call_id % _EXACT)
+        # Above 0, which is what a replay sends.
+        call_id = float(1 + link.call_id % (_EXACT - 1))
         if is_host:
             ids[0], ids[1] = call_id, -call_id
         link.all_reduce(maxima, dist.ReduceOp.MAX, deadline)

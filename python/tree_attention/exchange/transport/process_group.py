@@ -81,6 +81,11 @@ class Link:
         self.staged_bytes = 0
         self._ids_round: Round | None = None
 
+    def forget_ids_round(self) -> None:
+        """Drops the round that was prepared before there were direct transports: it would go on
+        through the process group, where a replay of it takes the transports."""
+        self._ids_round = None
+
     def use_tags_of(self, number: int) -> None:
         """Takes the tags of the communicator of a number from 1, in turn: whoever had the same ones
         is four million communicators ago."""

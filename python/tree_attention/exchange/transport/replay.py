@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 # Sends and receives in given tensors over a link, before a `time.monotonic` deadline.
 _Step = Callable[[Any, list[Tensor], float], object]
+_Kind = tuple[torch.Size, torch.dtype, torch.device]  # of a tensor
 
 
 class Replay:
@@ -22,7 +22,8 @@ class Replay:
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[_Step, list[Callable[[], Tensor]]]] = []
+        # With the tensors of each, by numbers that are equal where one is sent to several ranks.
+        self._steps: list[tuple[_Step, list[int], dict[int, _Kind]]] = []
         self.is_recording = False
 
     def record(self, is_needed: bool = True) -> None:
@@ -32,13 +33,15 @@ class Replay:
     def note(self, step: _Step, tensors: Sequence[Tensor]) -> None:
         """Records a step, which must keep no tensor, while a call is recorded."""
         if self.is_recording:
-            blanks: list[Callable[[], Tensor]] = [
-                partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device) for x in tensors
-            ]
-            self._steps.append((step, blanks))
+            kinds = {id(x): (x.shape, x.dtype, x.device) for x in tensors}
+            self._steps.append((step, [id(x) for x in tensors], kinds))
 
     def run(self, link: Any, deadline: float) -> None:
         """Repeats all steps with zeros, which the ranks in that call drop by the link's call id."""
         self.is_recording = False
-        for step, blanks in self._steps:
-            step(link, [blank() for blank in blanks], deadline)
+        for step, numbers, kinds in self._steps:
+            zeros = {
+                number: torch.zeros(shape, dtype=dtype, device=device)
+                for number, (shape, dtype, device) in kinds.items()
+            }
+            step(link, [zeros[number] for number in numbers], deadline)
