@@ -6,7 +6,7 @@ In `ring_decode` keys and values travel, in `ring_pass_q_decode` queries and the
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -22,11 +22,8 @@ from .exchange import (
     MAX_KEPT_BYTES,
     Communicator,
     Link,
-    Round,
     Signature,
     State,
-    StateLayout,
-    check_values,
     get_communicator,
 )
 from .ops import lean_decode, merge_states
@@ -39,6 +36,8 @@ from .options import (
 )
 
 _State = tuple[Tensor, Tensor]  # o, lse
+_Shard = dict[str, Tensor | None]
+_Place = tuple[list[int], torch.dtype, int, int]  # of a tensor in a buffer: shape, dtype, bytes
 # Tensors in received memory begin at addresses that any vector load or store can take.
 _ALIGNMENT = 64
 
@@ -84,14 +83,14 @@ def ring_decode(
         decode = DecodeCall("ring_decode", q, k_local, v_local, key_ranges, options)
         if comm.world_size == 1:
             return decode.attend()
-        _check(decode)
+        decode.check()
         state = comm.state(decode.shape, q.device)
-        facts = _numbers_of(decode)
+        own = _facts_of(decode)
 
         def run(deadline: float) -> _State:
-            facts_by_rank = _gather_facts(comm.link, facts, deadline)
+            facts = comm.gather(own, (1,) * comm.world_size, 0, deadline).tolist()
             comm.link.check_call_id()
-            return _pass_keys(comm.link, state, decode, facts_by_rank, call.seconds)
+            return _pass_keys(comm.link, state, decode, facts, call.seconds)
 
         # Every rank attends to every shard itself.
         instruction_set = load().cpu_instruction_set() if q.device.type == "cpu" else None
@@ -149,24 +148,26 @@ def ring_pass_q_decode(
         decode = DecodeCall("ring_pass_q_decode", q, k_local, v_local, key_ranges, options)
         if comm.world_size == 1:
             return decode.attend()
-        _check(decode)
+        decode.check()
         state = comm.state(decode.shape, q.device)
+        num_heads_kv = k_local.shape[1]
+        kind = ring_pass_q_decode, q.shape, q.dtype, num_heads_kv
 
         def attend(part: Part, queries: Tensor, out: _State) -> None:
             lean_decode(**{**part_of(decode.arguments, *part), "q": queries}, out=out)
 
-        ring = _ring_of(comm.link, state, q, k_local.shape[1])
-        return call.run(
-            _signature_of(decode),
-            lambda deadline: ring.run(q, attend, lambda: time.monotonic() + call.seconds),
-            q.device,
-            queries=decode.queries,
-        )
+        def run(deadline: float) -> _State:
+            if state.layout.num_bytes == 0:
+                return q.new_empty(decode.shape), torch.empty_like(state.lse)
+            ring: _PassQ | None = state.prepared.get(kind)
+            if ring is None:
+                # Views that are made in inference mode cannot be written to outside of it.
+                with torch.inference_mode(False):
+                    ring = _prepare_pass_q(comm.link, state, q, num_heads_kv)
+                    state.prepared[kind] = ring
+            return ring(q, attend, call.seconds)
 
-
-def _check(decode: DecodeCall) -> None:
-    decode.check()
-    check_values(decode.op, "q", decode.q)
+        return call.run(_signature_of(decode), run, q.device, queries=decode.queries)
 
 
 def _signature_of(decode: DecodeCall) -> Signature:
@@ -182,98 +183,82 @@ def _signature_of(decode: DecodeCall) -> Signature:
     )
 
 
+def aligned(num_bytes: int) -> int:
+    """The least size that holds `num_bytes` and keeps what follows aligned."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
 # Keys and values travel.
 
 # The tensors of a shard that travel, and the numbers of axes that each has at most.
 _TRAVELLING = [name for name, x in ARGUMENTS.items() if x.is_of_keys and x.axes]
 _MAX_AXES = 4
-_Shard = dict[str, Tensor | None]
-# What a rank sends to each other one before any shard (`_Facts`), in numbers of 8 bytes.
-MANIFEST_BYTES = 8 * (len(_TRAVELLING) * _MAX_AXES + 5)
+# Facts that ranks need of a shard before it comes, as any rank may have appended a key: the sizes
+# of its tensors, with -1 for an axis that one has not, key_layout, num_workers, and the number of
+# threads, which is 0 where lean_decode does not depend on it.
+_NUM_SIZES = len(_TRAVELLING) * _MAX_AXES
+MANIFEST_BYTES = 8 * (_NUM_SIZES + 5)
 
 
-class _Facts(NamedTuple):
-    """Facts that ranks need of a shard before it comes: any rank may have appended a key."""
-
-    shapes: dict[str, list[int]]  # of the tensors that are given
-    key_layout: list[int]
-    num_workers: int
-    num_threads: int  # 0 where lean_decode does not depend on it
-
-    @staticmethod
-    def of(numbers: list[int]) -> "_Facts":
-        *sizes, first, block, stride, num_workers, num_threads = numbers
-        shapes = {}
-        for i, name in enumerate(_TRAVELLING):
-            shapes[name] = [n for n in sizes[i * _MAX_AXES : (i + 1) * _MAX_AXES] if n >= 0]
-        shapes = {name: shape for name, shape in shapes.items() if shape}
-        return _Facts(shapes, [first, block, stride], num_workers, num_threads)
-
-    def lay_out(self, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, list[int], int, int]]:
-        """Yields each tensor's name and shape, and where its bytes begin and end in a buffer."""
-        begin = 0
-        for name, shape in self.shapes.items():
-            end = begin + math.prod(shape) * dtypes[name].itemsize
-            yield name, shape, begin, end
-            begin = aligned(end)
-
-
-def _numbers_of(decode: DecodeCall) -> list[int]:
-    """The facts of this rank's shard; -1 stands for an axis that a tensor does not have."""
-    numbers: list[int] = []
+def _facts_of(decode: DecodeCall) -> Tensor:
+    sizes: list[int] = []
     for name in _TRAVELLING:
         x = decode.arguments.get(name)
         shape = () if x is None else x.shape
-        numbers += [*shape, *[-1] * (_MAX_AXES - len(shape))]
-    key_layout = decode.attention.get("key_layout", (0, 1, 1))
+        sizes += [*shape, *[-1] * (_MAX_AXES - len(shape))]
+    how = [*decode.attention.get("key_layout", (0, 1, 1)), decode.attention.get("num_workers", 0)]
     num_threads = torch.get_num_threads() if decode.q.device.type == "cpu" else 0
-    return [*numbers, *key_layout, decode.attention.get("num_workers", 0), num_threads]
-
-
-def _gather_facts(link: Link, own: list[int], deadline: float) -> list[_Facts]:
-    host = torch.device("cpu")
-    send = torch.tensor([*own, 0], dtype=torch.int64, device=host)  # the last is the call id
-    receive = send.new_empty(link.world_size, send.numel())
-    link.gather(receive.view(torch.uint8), send.view(torch.uint8), host).run(deadline)
-    facts = [_Facts.of(row[:-1]) for row in receive.tolist()]
-    if len({x.num_threads for x in facts}) == 1:
-        return facts
-    # Every rank splits a shard as its owner does, or its state would differ in bits.
-    return [x._replace(num_workers=x.num_workers or x.num_threads) for x in facts]
+    return torch.tensor([[*sizes, *how, num_threads]], device="cpu")
 
 
 def _pass_keys(
-    link: Link, state: State, decode: DecodeCall, facts: list[_Facts], seconds: float
+    link: Link, state: State, decode: DecodeCall, facts: list[list[int]], seconds: float
 ) -> _State:
-    """Attends to every rank's shard; each hop has `seconds`."""
-    q, device = decode.q, link.transport_device(decode.q.device)
-    dtypes = {"k": decode.k.dtype, "v": decode.v.dtype, "key_ranges": torch.int32}
-    dtypes |= {"page_table": torch.int32, "k_scale": torch.float32, "v_scale": torch.float32}
-    num_bytes = max(end for x in facts for *_, end in x.lay_out(dtypes))
+    """Attends to every rank's shard, of which there are the `facts`; each hop has `seconds`."""
+    world_size, q, arguments = link.world_size, decode.q, decode.arguments
+    device = link.transport_device(q.device)
+    shards = [_places_of(sizes, decode) for sizes in facts]
+    num_bytes = max(end for shard in shards for *_, end in shard.values())
     # Two, so that one is received while the other is read and sent.
-    buffers = [_room(state, f"shard {i}", num_bytes, device) for i in range(min(2, len(facts) - 1))]
-    _, o_parts, lse_parts = state.parts(len(facts))
-    arguments = decode.arguments
+    buffers = [_room(state, f"shard {i}", num_bytes, device) for i in range(min(2, world_size - 1))]
+    _, o_parts, lse_parts = state.parts(world_size)
+    # Every rank splits a shard as its owner does, or its state would differ in bits.
+    is_split_alike = len({numbers[-1] for numbers in facts}) == 1
     here: _Shard = {name: arguments.get(name) for name in _TRAVELLING}
     leaving = [_travelling(x, device) for x in here.values()]
-    for hop in range(len(facts)):
-        owner = (link.rank - hop) % len(facts)
+    for hop in range(world_size):
+        owner, is_last = (link.rank - hop) % world_size, hop == world_size - 1
         deadline = time.monotonic() + seconds
-        is_last = hop == len(facts) - 1
+        arriving: _Shard = dict.fromkeys(_TRAVELLING)
         if not is_last:
-            arriving: _Shard = dict.fromkeys(_TRAVELLING)
-            for name, shape, begin, end in facts[owner - 1].lay_out(dtypes):
-                arriving[name] = buffers[hop % 2][begin:end].view(dtypes[name]).view(shape)
+            for name, (shape, dtype, begin, end) in shards[owner - 1].items():
+                arriving[name] = buffers[hop % 2][begin:end].view(dtype).view(shape)
             coming = [_travelling(x, device) for x in arriving.values()]
             works = link.start_shift(coming, leaving)
-        how = {"key_layout": facts[owner].key_layout, "num_workers": facts[owner].num_workers}
-        out = o_parts[owner], lse_parts[owner]
-        lean_decode(**{**arguments, **here, **how}, out=out)
+        *key_layout, num_workers, num_threads = facts[owner][_NUM_SIZES:]
+        if not is_split_alike:
+            num_workers = num_workers or num_threads
+        how = {"key_layout": key_layout, "num_workers": num_workers}
+        lean_decode(**{**arguments, **here, **how}, out=(o_parts[owner], lse_parts[owner]))
         if not is_last:
             link.finish(works, device, deadline)
             leaving = coming
             here = {name: None if x is None else x.to(q.device) for name, x in arriving.items()}
     return merge_states(o_parts, lse_parts, out_dtype=q.dtype)
+
+
+def _places_of(facts: list[int], decode: DecodeCall) -> dict[str, _Place]:
+    """The tensors of a shard, and where in a buffer their bytes begin and end."""
+    dtypes = {"k": decode.k.dtype, "v": decode.v.dtype, "key_ranges": torch.int32}
+    dtypes |= {"page_table": torch.int32, "k_scale": torch.float32, "v_scale": torch.float32}
+    places, begin = {}, 0
+    for i, name in enumerate(_TRAVELLING):
+        shape = [size for size in facts[i * _MAX_AXES : (i + 1) * _MAX_AXES] if size >= 0]
+        if shape:
+            end = begin + math.prod(shape) * dtypes[name].itemsize
+            places[name] = shape, dtypes[name], begin, end
+            begin = aligned(end)
+    return places
 
 
 def _travelling(x: Tensor | None, device: torch.device) -> Tensor:
@@ -288,11 +273,6 @@ def _room(state: State, name: str, num_bytes: int, device: torch.device) -> Tens
     if 2 * num_bytes > MAX_KEPT_BYTES:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     return state.arena.bytes(name, num_bytes, device)
-
-
-def aligned(num_bytes: int) -> int:
-    """The least size that holds `num_bytes` and keeps what follows aligned."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 # Queries and their states travel.
@@ -324,114 +304,70 @@ def parts_of(q: Tensor, num_heads_kv: int, world_size: int) -> list[Part]:
     return [Part(everything, slice(b * group, e * group), slice(b, e)) for b, e in bounds]
 
 
-class _Packet(NamedTuple):
-    """A part's queries, followed by the state so far of the part whose queries went before."""
-
-    queries: Tensor
-    state: _State
-    query_bytes: Tensor
-    state_bytes: Tensor
-    both: Tensor
+_Attend = Callable[[Part, Tensor, _State], object]  # writes the state over this rank's keys
+_PassQ = Callable[[Tensor, _Attend, float], _State]  # of all queries, with the seconds of a hop
 
 
-def _ring_of(link: Link, state: State, q: Tensor, num_heads_kv: int) -> "_PassQ":
-    """The ring of calls of this kind, made once."""
-    kind = ring_pass_q_decode, q.shape, q.dtype, num_heads_kv
-    ring: _PassQ | None = state.prepared.get(kind)
-    if ring is None:
-        # Views that are made in inference mode cannot be written to outside of it.
-        with torch.inference_mode(False):
-            ring = state.prepared[kind] = _PassQ(link, state, q, num_heads_kv)
-    return ring
-
-
-class _PassQ:
+def _prepare_pass_q(link: Link, state: State, q: Tensor, num_heads_kv: int) -> _PassQ:
     """The journey of all parts around the ranks, in memory of the communicator.
 
-    In hop `h` this rank attends with the queries of packet `h` and sends that packet, while packet
-    `h + 1` arrives: the queries of the part before, and the state so far of the part that this
-    rank has. Packet 0 has no state yet, and the last one, which ends the journey, no queries.
+    In each hop this rank attends with the queries that it has. It sends them on, with the state of
+    the part that it had before; meanwhile the next queries come, with the state so far of the part
+    that it has. The first hop has no state yet, and the last one no more queries.
     """
+    world_size, last = link.world_size, link.world_size - 1
+    previous, following = (link.rank - 1) % world_size, (link.rank + 1) % world_size
+    by_rank = parts_of(q, num_heads_kv, world_size)
+    parts = [by_rank[link.rank - hop] for hop in range(world_size)]
+    sizes = [q[part.place].nbytes for part in parts]
+    states = [replace(state.layout, shape=tuple(state.lse[part.place].shape)) for part in parts]
+    results = [replace(layout, dtype=q.dtype) for layout in states]
 
-    def __init__(self, link: Link, state: State, q: Tensor, num_heads_kv: int) -> None:
-        self.link, self.state, self.dtype = link, state, q.dtype
-        self.parts = parts_of(q, num_heads_kv, link.world_size)
-        meta = torch.empty(q.shape, device="meta")
-        self.shapes = [tuple(meta[part.place].shape) for part in self.parts]  # of queries
-        head_dim = state.layout.head_dim
-        self.states = [StateLayout(shape[:3], head_dim, torch.float32) for shape in self.shapes]
-        self.results = [replace(layout, dtype=q.dtype) for layout in self.states]
-        state_bytes = aligned(max(layout.num_bytes for layout in self.states))
-        query_bytes = aligned(max(map(math.prod, self.shapes)) * q.dtype.itemsize)
-        # Two, as one is received while the other is read and sent.
-        self.memory = [self.room(f"packet {i}", query_bytes + state_bytes) for i in range(2)]
-        self.packets = [self.packet(hop) for hop in range(link.world_size + 1)]
-        self.pair = self.room("pair", 2 * state_bytes).view(2, state_bytes)
-        self.result = self.room("result", max(layout.message_bytes for layout in self.results))
-        gathered = self.room("results", link.world_size * self.result.numel())
-        self.gathered = gathered.view(link.world_size, -1)
-        self.rounds: list[Round] = []
+    def room(name: str, num_bytes: int) -> Tensor:
+        return state.buffer(f"{name} of pass-Q", num_bytes)
 
-    def room(self, name: str, num_bytes: int) -> Tensor:
-        return self.state.buffer(f"{name} of pass-Q", num_bytes)
+    query_bytes, state_bytes = aligned(max(sizes)), aligned(max(x.num_bytes for x in states))
+    # Two, as one is received while the other is read and sent.
+    memory = [room(f"packet {i}", query_bytes + state_bytes) for i in range(2)]
+    pair = room("pair", 2 * state_bytes).view(2, state_bytes)
+    result = room("result", max(layout.message_bytes for layout in results))
+    gathered = room("results", world_size * result.numel()).view(world_size, -1)
 
-    def index(self, hop: int) -> int:
-        """The index of the part of the queries that this rank has in a hop."""
-        return (self.link.rank - hop) % self.link.world_size
+    def packet(hop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries, the state, and both, that leave in a hop and came in the one before it."""
+        size, whole = sizes[hop % world_size], memory[hop % 2]
+        end = aligned(size) + states[hop - 1].num_bytes
+        return whole[:size], whole[aligned(size) : end], whole[:end]
 
-    def packet(self, hop: int) -> _Packet:
-        shape, state = self.shapes[self.index(hop)], self.states[self.index(hop - 1)]
-        num_bytes, memory = math.prod(shape) * self.dtype.itemsize, self.memory[hop % 2]
-        begin, end = aligned(num_bytes), aligned(num_bytes) + state.num_bytes
-        queries, behind = memory[:num_bytes], memory[begin:end]
-        views = queries.view(self.dtype).view(shape), state.views(behind)
-        return _Packet(*views, queries, behind, memory[:end])
+    queries = [packet(i)[0].view(q.dtype).view(q[x.place].shape) for i, x in enumerate(parts)]
+    states_so_far = [packet(hop + 1)[1] for hop in range(world_size)]
+    rounds = []
+    for hop in range(world_size):
+        kind = 1 if hop == last else 2 if hop else 0
+        arriving, leaving = packet(hop + 1)[kind], packet(hop)[kind]
+        receive = {previous: arriving} if arriving.numel() else {}
+        send = {following: leaving} if leaving.numel() else {}
+        rounds.append(link.messages(receive, send, state.device, has_call_id=False))
+    gather = link.gather(gathered, result, state.device)
 
-    def connect(self) -> list[Round]:
-        """The hops' messages, and the gathering of results."""
-        link, last = self.link, self.link.world_size - 1
-        previous, following = (link.rank - 1) % link.world_size, (link.rank + 1) % link.world_size
-
-        rounds = []
-        for hop in range(link.world_size):
-            half = "query_bytes" if hop == 0 else "state_bytes" if hop == last else "both"
-            arrives, leaves = (getattr(self.packets[i], half) for i in (hop + 1, hop))
-            receive = {previous: arrives} if arrives.numel() else {}
-            send = {following: leaves} if leaves.numel() else {}
-            rounds.append(link.messages(receive, send, self.state.device, has_call_id=False))
-        return [*rounds, link.gather(self.gathered, self.result, self.state.device)]
-
-    def run(
-        self,
-        q: Tensor,
-        attend: Callable[[Part, Tensor, _State], object],
-        deadline_of_hop: Callable[[], float],
-    ) -> _State:
-        """All results, on every rank. `attend` writes the state of a part over this rank's keys."""
-        o, lse = q.new_empty(self.state.o.shape), torch.empty_like(self.state.lse)
-        if self.state.layout.num_bytes == 0:
-            return o, lse
-        self.rounds = self.rounds or self.connect()
-        *hops, gather = self.rounds
-        self.packets[0].queries.copy_(q[self.parts[self.link.rank].place])
-        for hop, round_of_hop in enumerate(hops):
-            here, arriving, index = self.packets[hop], self.packets[hop + 1], self.index(hop)
-            layout = self.states[index]
-            both = self.pair[:, : layout.num_bytes]
-            out = layout.views(both[1]) if hop else arriving.state
-            deadline = deadline_of_hop()
+    def run(q: Tensor, attend: _Attend, seconds: float) -> _State:
+        queries[0].copy_(q[parts[0].place])
+        for hop, round_of_hop in enumerate(rounds):
+            layout, so_far, deadline = states[hop], states_so_far[hop], time.monotonic() + seconds
+            both = pair[:, : layout.num_bytes]
             round_of_hop.start(deadline)
             if layout.num_bytes:
-                attend(self.parts[index], here.queries, out)
+                attend(parts[hop], queries[hop], layout.views(both[1] if hop else so_far))
             round_of_hop.finish(deadline)
-            if hop and layout.num_bytes:
-                both[0].copy_(arriving.state_bytes)
-                is_last = hop == len(hops) - 1
-                result = self.results[index].views(self.result)
-                merge_states(*layout.views(both), out=result if is_last else arriving.state)
-        gather.run(deadline_of_hop())
-        for last_rank, message in enumerate(self.gathered):
-            index = (last_rank + 1) % len(self.parts)  # of the part that ended its journey there
-            place = self.parts[index].place
-            o[place], lse[place] = self.results[index].views(message)
+            if layout.num_bytes and hop:
+                both[0].copy_(so_far)
+                out = results[hop].views(result) if hop == last else layout.views(so_far)
+                merge_states(*layout.views(both), out=out)
+        gather.run(time.monotonic() + seconds)
+        o, lse = q.new_empty(state.o.shape), torch.empty_like(state.lse)
+        for rank, message in enumerate(gathered):  # at which the part of the rank after it ended
+            hop = (link.rank - rank - 1) % world_size
+            o[parts[hop].place], lse[parts[hop].place] = results[hop].views(message)
         return o, lse
+
+    return run

@@ -14,6 +14,7 @@ from .exchange import (
     ExchangeOptions,
     MergeOptions,
     Signature,
+    check_values,
     fake_merge,
 )
 from .ops import check_decode, lean_decode
@@ -91,6 +92,7 @@ class DecodeCall:
     def check(self) -> None:
         """Raises what `attend` would, before anything is computed or sent."""
         check_decode(**self.arguments)
+        check_values(self.op, "q", self.q)
 
     def attend(
         self,
