@@ -28,6 +28,9 @@ def test_operators_of_graphs_have_the_options_of_the_operator() -> None:
     arguments = torch.ops.tree_attention.tree_decode.default._schema.arguments
     defaults = {x.name: x.default_value for x in arguments if x.name in ATTENTION_DEFAULTS}
     assert defaults == ATTENTION_DEFAULTS
+    local = torch.ops.tree_attention.lean_decode.default._schema.arguments
+    types = [{x.name: str(x.type) for x in declared} for declared in (arguments, local)]
+    assert all(types[0][name] == types[1][name] for name in ATTENTION_DEFAULTS)
     assert all(name in DECODE_SCHEMA for name in ATTENTION_DEFAULTS)
 
 

@@ -4,6 +4,7 @@
 import difflib
 import hashlib
 import inspect
+import re
 from collections.abc import (
     Callable,
     Collection,
@@ -153,9 +154,14 @@ _schema = torch.ops.tree_attention.lean_decode.default._schema
 _options = [argument for argument in _schema.arguments if argument.name in _OPTION_NAMES]
 TENSOR_OPTIONS = tuple(x.name for x in _options if str(x.type) == "Optional[Tensor]")
 ATTENTION_DEFAULTS = {x.name: x.default_value for x in _options}
-# The same options for operators of graphs: what follows the star in lean_decode's schema.
-ATTENTION_SCHEMA = str(_schema).partition("*, ")[2].partition(")")[0]
-ATTENTION_SCHEMA = ATTENTION_SCHEMA.replace("ScalarType? out_dtype=None, ", "")
+# The same options as operators of graphs have them: of what stands behind the star of the schema,
+# each "type name=default", where a default may be a list.
+_declared = str(_schema).partition("*, ")[2].rpartition(") -> ")[0]
+ATTENTION_SCHEMA = ", ".join(
+    text
+    for text in re.split(r", (?=\S+ \w+=)", _declared)
+    if text.partition("=")[0].split()[1] in _OPTION_NAMES
+)
 takes_attention_options = lists_options(AttentionOptions, ATTENTION_DEFAULTS)
 
 SEQUENCE, HEAD, KEY_HEAD, SEQUENCE_OR_PAGE = "sequence", "head", "key head", "sequence or page"
