@@ -8,6 +8,8 @@ one run, and the states of all blocks are merged in the canonical order of their
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -112,6 +114,21 @@ def decode_by_blocks(
 def check_size(op: str, size: int) -> int:
     """The argument `deterministic` of `op`, an integer from 0 to _ALL_SLOTS."""
     return integer(op, "deterministic", size, 0, _ALL_SLOTS)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks at which a cache has its attention cut."""
+
+    size: int  # global slots; 0 where it is not cut
+    option: ClassVar[str] = "deterministic"  # by which callers ask for them
+
+    def __str__(self) -> str:
+        return f"{self.option}={self.size}"
+
+    def refusal(self, op: str, words: str) -> ValueError:
+        """The error of `op`, where `words` say what the option needs or is not for."""
+        return ValueError(f"{op}: {self.option} {words}")
 
 
 def check_layout(op: str, layout: ShardLayout, size: int) -> None:

@@ -3,7 +3,6 @@
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ..decode import tree_decode
-from ..deterministic import tree_decode_by_blocks
 from ..ops import lean_decode
 from ..weights.mesh import Mesh
 from ..weights.split import mesh_of, own_heads
@@ -107,12 +104,12 @@ def _over_shard(
     if split is not None:
         return attend_split(split, query, layer, ranges, out_dtype, keywords)
     buffers = layer.buffers()
-    if shard.deterministic:  # what buffers have room for may be another rank's blocks
+    if shard.blocks.size:  # what buffers have room for may be another rank's blocks
         in_use = shard.count(layer.kv_length)
         buffers = {name: x[:, :, :in_use] for name, x in buffers.items()}
     keys, values, scales = layer.operands(buffers)
     keywords = {**keywords, **scales, "out_dtype": out_dtype}
-    is_alone = shard.world_size == 1 and not shard.deterministic
+    is_alone = shard.world_size == 1 and not shard.blocks.size
     if isinstance(layer, WindowLayer) and layer.page_size:
         place = shard.layout, shard.rank, layer.key_rows, layer.page_size
         local_ranges, keywords["page_table"] = ranges.in_ring(*place)
@@ -126,11 +123,9 @@ def _over_shard(
         keywords["key_layout"] = shard.layout.key_layout(shard.rank)
     keywords |= {"head_sharded": is_head_sharded, "strategy": shard.strategy}
     keywords |= {"group": shard.comm, "timeout": shard.timeout}
-    decode: Callable[..., tuple[Tensor, Tensor]] = tree_decode
-    num_states = 1  # of a query; the same on all ranks
-    if shard.deterministic:
-        num_states = -(-layer.kv_length // shard.deterministic)
-        decode = functools.partial(tree_decode_by_blocks, block_size=shard.deterministic)
+    decode, num_states = shard.decode, 1  # of a query; the same on all ranks
+    if shard.blocks.size:
+        num_states = -(-layer.kv_length // shard.blocks.size)
         keywords["key_layout"] = shard.layout.key_layout(shard.rank)
     batch, num_heads_q, seqlen_q, _ = query.shape
     state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1) * num_states
@@ -155,11 +150,11 @@ def _check_layer(layer: TreeCacheLayer, ranges: KeyRanges) -> None:
             f"tree_attention: the layer keeps the keys of a sliding window of {layer.window}, as "
             f"the configuration says, and its mask has the window {ranges.window}"
         )
-    deterministic = layer.shard.deterministic
-    if deterministic and current_token_split() is not None:
+    blocks = layer.shard.blocks
+    if blocks.size and current_token_split() is not None:
         raise ValueError(
-            f"tree_attention: a TreeCache with deterministic={deterministic} needs a model that "
-            "was enabled with it, or with prefill='replicated'"
+            f"tree_attention: a TreeCache with {blocks} needs a model that was enabled with it, or "
+            "with prefill='replicated'"
         )
 
 

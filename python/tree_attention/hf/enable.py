@@ -16,6 +16,7 @@ from ..exchange import Communicator, check_options, get_communicator
 from ..sharding import ShardLayout
 from ..weights.mesh import Mesh
 from ..weights.whole import check_model
+from .cache.shard import Shard
 from .cache.tree_cache import TreeCache
 from .check_attention import check_attention
 from .generate import Setup
@@ -63,10 +64,7 @@ def enable(
             all ranks, takes precedence.
         synchronize_logits: the first rank sends its logits to the others at every step, for ranks
             whose hardware rounds differently. Ranks of one kind of hardware do not need it.
-        kv_dtype, max_length, strategy, timeout: see `CacheOptions`.
-        deterministic: see `CacheOptions`. Generation on the CPU then has the same bits on every
-            number of ranks, if the rest of the model has them: with as many threads for each rank.
-            Prompts are "replicated".
+        Everything else: see `CacheOptions`.
 
     Returns:
         `model` itself.
@@ -76,8 +74,8 @@ def enable(
         ValueError: the model has no `generate`, its attention cannot be chosen, attention does
             not take its dtype or head_dim on its device, its layers cache anything but keys and
             values, latents or states of their own, `prefill` is "split" and the tokens of this
-            model cannot be split, `deterministic` is given with "split", split weights, or a layout
-            or layers that it is not for, or an argument is out of range.
+            model cannot be split, or an argument is out of range, or not for this model, layout or
+            `prefill`.
 
     For example::
 
@@ -133,12 +131,12 @@ def check_enable(
     if mesh is None:
         comm = logits_comm = get_communicator(group)
     else:
-        _check_split(group, mesh, options)
+        _check_split(group, mesh, options["strategy"])
         comm, logits_comm, group = mesh.sums, mesh.calls, mesh.context_group
-    chosen = _checked_prefill(prefill, options["deterministic"])
     place = get_communicator(group)  # which every call then uses, whatever becomes of the world
     new_cache = functools.partial(TreeCache, model.config, place, layout, **options)
     cache = new_cache()  # refuses now what every call of generate would refuse
+    chosen = _checked_prefill(prefill, cache.shard, mesh)
     can_split = check_attention(model, cache, chosen)
     setup = Setup(
         comm,
@@ -176,15 +174,22 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _checked_prefill(prefill: str, deterministic: int) -> str:
+def _checked_prefill(prefill: str, shard: Shard, mesh: Mesh | None) -> str:
     if prefill not in _PREFILLS:
         raise ValueError(f"enable: prefill must be one of {', '.join(_PREFILLS)}, got {prefill!r}")
-    if prefill == "split" and deterministic:
+    if not shard.blocks.size:
+        return prefill
+    if prefill == "split":
         raise ValueError(
-            f"enable: with deterministic={deterministic} prefill must be 'auto' or "
-            "'replicated', got 'split'"
+            f"enable: with {shard.blocks} prefill must be 'auto' or 'replicated', got 'split'"
         )
-    return "replicated" if deterministic else prefill
+    if mesh is not None:
+        raise shard.blocks.refusal(
+            "enable",
+            "needs a model whose weights are whole, as the sums over parts of them depend on the "
+            "number of ranks",
+        )
+    return "replicated"
 
 
 def _warn_if_not_initialised() -> None:
@@ -204,17 +209,10 @@ def _warn_once(size: str) -> None:
     )
 
 
-def _check_split(
-    group: ProcessGroup | Communicator | None, mesh: Mesh, options: CacheOptions
-) -> None:
+def _check_split(group: ProcessGroup | Communicator | None, mesh: Mesh, strategy: str) -> None:
     if group is not None:
         raise ValueError(
             "enable: a model whose weights are split has its groups from parallelize or "
             f"from_pretrained, and group must be None, got {group!r}"
         )
-    check_options("enable", options["strategy"], head_sharded=mesh.context_size > 1)
-    if options["deterministic"]:
-        raise ValueError(
-            "enable: deterministic needs a model whose weights are whole, as the sums over "
-            "parts of them depend on the number of ranks"
-        )
+    check_options("enable", strategy, head_sharded=mesh.context_size > 1)

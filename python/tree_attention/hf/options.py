@@ -29,6 +29,8 @@ class CacheOptions(TypedDict, total=False):
         deterministic: see `tree_decode`: with a number of slots, for example 4096, which is then
             also the block of the default layout, attention has the same bits on every number of
             ranks. Not for latents, and for layers with a sliding window with `max_length` only.
+            Generation on the CPU has the same bits then, if the rest of the model has them: with
+            as many threads for each rank. Prompts are "replicated", and weights whole.
     """
 
     kv_dtype: Literal["int8", "fp8"] | None

@@ -58,10 +58,10 @@ def check_given_cache(cache: object, shard: Shard) -> None:
             f"enabled with {shard.layout}: call enable(model, layout=...) with the "
             "cache's, or cache.reshard with the model's"
         )
-    if shard.deterministic and cache.shard.deterministic != shard.deterministic:
+    if shard.blocks.size and cache.shard.blocks != shard.blocks:
         raise ValueError(
-            f"generate: the cache has deterministic={cache.shard.deterministic} and the "
-            f"model was enabled with {shard.deterministic}: make or load the cache with it"
+            f"generate: the cache has {cache.shard.blocks} and the model was enabled with "
+            f"{shard.blocks.size}: make or load the cache with it"
         )
 
 

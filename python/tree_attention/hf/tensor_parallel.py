@@ -71,8 +71,7 @@ def from_pretrained(
         revision: branch, tag or commit on the Hub, by default main.
         attn_implementation: that of all models that this function loads.
         timeout: see `enable`; also the longest that a rank waits for others to have loaded theirs.
-        layout, prefill, prefill_chunk_size, synchronize_logits, kv_dtype, max_length, strategy,
-            deterministic: see `enable`.
+        Everything else: see `enable`.
 
     Returns:
         The model in eval mode.

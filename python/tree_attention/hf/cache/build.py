@@ -59,7 +59,7 @@ def new_layers(
     rank = getattr(config, "kv_lora_rank", None)
     window: Any = getattr(config, "sliding_window", None)
     # A ring begins in the middle of a block.
-    is_whole = window is None or (shard.deterministic > 0 and is_fixed)
+    is_whole = window is None or (shard.blocks.size > 0 and is_fixed)
     layers: list[Any] = []
     for kind in _layer_kinds(config):
         if kind in _STATE_LAYERS:
@@ -76,12 +76,13 @@ def new_layers(
     if is_fixed:
         _note_first_allocations(layers)
     # A matrix product that makes keys of latents may round otherwise for another number of rows.
-    if shard.deterministic and rank is not None:
-        raise ValueError("TreeCache: deterministic is not supported with latent attention")
-    if shard.deterministic and any(isinstance(layer, WindowLayer) for layer in layers):
-        raise ValueError(
-            "TreeCache: deterministic needs a max_length, as the model has layers with a sliding "
-            f"window of {window}, got max_length=None"
+    if shard.blocks.size and rank is not None:
+        raise shard.blocks.refusal("TreeCache", "is not supported with latent attention")
+    if shard.blocks.size and any(isinstance(layer, WindowLayer) for layer in layers):
+        raise shard.blocks.refusal(
+            "TreeCache",
+            f"needs a max_length, as the model has layers with a sliding window of {window}, got "
+            "max_length=None",
         )
     return layers
 

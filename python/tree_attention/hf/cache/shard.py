@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One rank's place among the ranks that share a cache."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...deterministic import check_layout, check_size
+from ...decode import tree_decode
+from ...deterministic import Blocks, check_layout, check_size, tree_decode_by_blocks
 from ...exchange import DEFAULT_TIMEOUT, Communicator, Signature, check_options, get_communicator
 from ...sharding import BlockCyclic, Contiguous, ShardLayout
 from ...weights.mesh import column_of
@@ -28,12 +30,12 @@ class Shard:
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         deterministic: int = 0,
     ) -> None:
-        deterministic = check_size("TreeCache", deterministic)
+        self.blocks = Blocks(check_size("TreeCache", deterministic))
         self.comm = get_communicator(group)
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
         self.column = column_of(group)  # of the heads that are on this rank
         if layout is None:
-            layout = BlockCyclic(self.world_size, deterministic or BlockCyclic.block)
+            layout = BlockCyclic(self.world_size, self.blocks.size or BlockCyclic.block)
         if not isinstance(layout, ShardLayout):
             raise TypeError(
                 f"TreeCache: layout must be a ShardLayout, such as BlockCyclic, got {layout!r}"
@@ -44,21 +46,40 @@ class Shard:
                 f"TreeCache: layout must have the group's world size {self.world_size}, "
                 f"got one of {self.layout.world_size}"
             )
-        if deterministic:
-            check_layout("TreeCache", layout, deterministic)
+        if self.blocks.size:
+            check_layout("TreeCache", layout, self.blocks.size)
         check_options("TreeCache", strategy)
-        self.strategy, self.deterministic = strategy, deterministic
+        self.strategy = strategy
         self.timeout = self.comm.seconds_of("TreeCache", timeout)
         self._last: tuple[Any, Tensor] | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
         # Where slots are follows from these: others would be read as if they had been moved there.
-        if name in ("comm", "rank", "world_size", "layout", "deterministic") and name in vars(self):
+        fixed = "comm", "rank", "world_size", "layout", "blocks", "deterministic"
+        if name in fixed and hasattr(self, name):
             raise AttributeError(
                 f"TreeCache: {name} of a cache cannot be set, as its tokens are where it says; "
                 "move them with cache.reshard(layout), or make another TreeCache"
             )
         super().__setattr__(name, value)
+
+    @property
+    def deterministic(self) -> int:
+        """Slots of the blocks at which attention is cut, 0 where it is not."""
+        return self.blocks.size
+
+    @property
+    def decode(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """`tree_decode` for the keys of this cache."""
+        if self.blocks.size:
+            return functools.partial(tree_decode_by_blocks, block_size=self.blocks.size)
+        return tree_decode
+
+    def with_layout(self, layout: ShardLayout) -> "Shard":
+        """The same, of keys that are elsewhere."""
+        new = Shard(self.comm, layout, self.strategy, self.timeout, self.blocks.size)
+        new.column = self.column
+        return new
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from ..._numbers import integer
 from ...exchange import Communicator, Signature, on_every_rank
+from ...options import split_options
 from ...sharding import ShardLayout
 from ..options import KV_DTYPES, CacheOptions, takes_cache_options, with_defaults
 from .build import keeps_state, new_layers
@@ -43,14 +44,13 @@ class TreeCache(StateCache):
             not initialised, a world of one.
         layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.
         growth: number of local slots by which the buffers of a layer grow, without `max_length`.
-        kv_dtype, max_length, strategy, timeout, deterministic: see `CacheOptions`.
+        Everything else: see `CacheOptions`.
 
     Raises:
         TypeError: there is no such option, or `layout` is no layout.
         ValueError: the layers of the model cache anything but keys and values, latents or states of
-            their own, `layout` is for another world size or ends before `max_length`, there is no
-            such kv_dtype or strategy, `growth` or `max_length` is below 1, or `deterministic` is
-            below 0 or not for these layers or this layout.
+            their own, `layout` is for another world size or ends before `max_length`, or an option
+            is out of range, or not for these layers or this layout.
 
     For example::
 
@@ -85,9 +85,8 @@ class TreeCache(StateCache):
             names = ", ".join(map(repr, KV_DTYPES))
             raise ValueError(f"TreeCache: kv_dtype must be None or one of {names}, got {name!r}")
         kv_dtype = None if name is None else KV_DTYPES[name]
-        self.shard = Shard(
-            group, layout, options["strategy"], options["timeout"], options["deterministic"]
-        )
+        _, of_shard = split_options(options, ("kv_dtype", "max_length"))
+        self.shard = Shard(group, layout, **of_shard)
         self.model = describe_model(config)
         super().__init__(new_layers(config, self.shard, growth, kv_dtype, max_length), config)
         kv = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
@@ -253,14 +252,14 @@ class TreeCache(StateCache):
         Args:
             directory: what `save` was given, at a path by which this rank reaches it.
             config, group, layout, growth: see `TreeCache`; world size and layout may be new.
-            max_length, strategy, timeout, deterministic: see `CacheOptions`.
             kv_dtype: "int8" or "fp8" quantises what was saved otherwise; None: as it was saved.
+            Everything else: see `CacheOptions`.
 
         Raises:
             OSError: a file is missing, or removed by one save after another, or no regular file.
             ValueError: a file is damaged, or of another model, version or part of the heads; an
                 argument is wrong, or more tokens were saved than `max_length`, or only the last
-                slots of layers with a sliding window for a cache with `deterministic`.
+                slots of layers with a sliding window for a cache that needs all.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
         cache = cls(config, group, layout, growth=growth, **options)
@@ -281,8 +280,7 @@ class TreeCache(StateCache):
 
         def check() -> tuple[Signature, tuple[Shard, int]]:
             length = self.common_length("reshard")
-            new = Shard(old.comm, layout, old.strategy, old.timeout, old.deterministic)
-            new.column = old.column
+            new = old.with_layout(layout)
             new.check_holds(self.max_length or length)
             signature = ("layout of the cache", old.layout), ("layout", layout)
             return (*self.signature("reshard"), *signature), (new, length)

@@ -174,8 +174,9 @@ def _read_tensors(cache: Saved, path: Path, index: Index) -> None:
         for first, limit in zip(index.first_slots, most, strict=True)
     ):
         raise ValueError(
-            f"TreeCache.load: {path / INDEX} lacks slots that the cache needs, with deterministic "
-            f"all: first_slots of the layers must be slots up to {most}, got {index.first_slots}"
+            f"TreeCache.load: {path / INDEX} lacks slots that the cache needs, with "
+            f"{shard.blocks.option} all: first_slots of the layers must be slots up to {most}, "
+            f"got {index.first_slots}"
         )
     _check_sizes(path, index)
     shard.check_holds(index.length)
