@@ -15,8 +15,21 @@ namespace tree_attention::cpu {
 // Keys per tile of the lean schedule.
 constexpr int kTileKeys = 64;
 
+// The vectors that an instruction set computes with, by which operators beside attention choose.
+enum class Vectors {
+  kPortable,
+#if defined(__x86_64__)
+  kAvx2,
+  kAvx512,
+  kAvx512Bf16,
+#elif defined(__aarch64__)
+  kNeon,
+#endif
+};
+
 struct Kernels {
   const char* name;
+  Vectors vectors;
 
   // The most rows of an output: what shares one pass over K and V.
   int64_t (*max_rows)(const DecodeParams& params);

@@ -9,6 +9,8 @@
 
 namespace tree_attention::cpu {
 
+enum class Vectors;
+
 // out[i, row] = sum over k of weights[i, k] * x[row, k] in float32, with the same bits for any
 // number of rows. x [rows, n], weights [count, n], out [count, rows], all contiguous.
 struct WeightRows {
@@ -37,7 +39,10 @@ void multiply_rows_avx512_bf16(const WeightRows& w);
 void multiply_rows_neon(const WeightRows& w);
 #endif
 
-// By the instruction set in use.
+using MultiplyRows = void (*)(const WeightRows& w);
+MultiplyRows rows_multiplied_by(Vectors vectors);
+
+// By the vectors of the instruction set in use.
 void multiply_rows(const WeightRows& w);
 
 }  // namespace tree_attention::cpu

@@ -6,11 +6,14 @@
 #include <c10/util/BFloat16.h>
 
 #include <cmath>
+#include <stdexcept>
 #include <type_traits>
 #include <vector>
 
 #include "check.h"
+#include "cpu/kernels.h"
 #include "experts/multiply.h"
+#include "experts/rows.h"
 
 namespace {
 
@@ -72,9 +75,45 @@ void check_products(DataType x_dtype, DataType dtype, int64_t outputs, int64_t i
   }
 }
 
+struct Choice {
+  const tree_attention::cpu::Kernels& kernels;
+  tree_attention::cpu::MultiplyRows multiply;
+};
+
+// None but the portable instruction set multiplies with portable vectors.
+void check_choices() {
+  using namespace tree_attention::cpu;
+  const Choice choices[] = {
+      {portable_kernels, multiply_rows_portable},
+#if defined(__x86_64__)
+      {avx2_kernels, multiply_rows_avx2},
+      {avx512_kernels, multiply_rows_avx512},
+      {avx512_bf16_kernels, multiply_rows_avx512_bf16},
+      {amx_kernels, multiply_rows_avx512_bf16},
+#elif defined(__aarch64__)
+      {neon_kernels, multiply_rows_neon},
+      {neon_bf16_kernels, multiply_rows_neon},
+#endif
+  };
+  for (const Choice& choice : choices) {
+    CHECK(rows_multiplied_by(choice.kernels.vectors) == choice.multiply, choice.kernels.name);
+  }
+  const bool is_portable = kernels().vectors == Vectors::kPortable;
+  CHECK((rows_multiplied_by(kernels().vectors) == multiply_rows_portable) == is_portable,
+        kernels().name);
+  bool refused = false;
+  try {
+    rows_multiplied_by(static_cast<Vectors>(99));
+  } catch (const std::logic_error&) {
+    refused = true;
+  }
+  CHECK(refused, "vectors without a kernel");
+}
+
 }  // namespace
 
 void test_experts() {
+  check_choices();
   for (int threads : {1, 3}) {
     at::set_num_threads(threads);
     for (int64_t outputs : {1, 33}) {

@@ -39,7 +39,7 @@ struct FewRows {
 
 namespace tree_attention::cpu {
 constinit const Kernels amx_kernels =
-    Bfloat16Kernels<FewRows, ManyRowsMemory, ManyRowsAttention>::named("amx");
+    Bfloat16Kernels<FewRows, ManyRowsMemory, ManyRowsAttention>::named("amx", Vectors::kAvx512Bf16);
 }
 
 #endif

@@ -61,8 +61,8 @@ struct Bfloat16Kernels {
     });
   }
 
-  static constexpr Kernels named(const char* name) {
-    return {name, max_rows, workspace_bytes, attend, store_output};
+  static constexpr Kernels named(const char* name, Vectors vectors) {
+    return {name, vectors, max_rows, workspace_bytes, attend, store_output};
   }
 };
 

@@ -26,9 +26,9 @@ inline void attend_in_matrices(const DecodeParams& p, const Rows& rows, KeyRange
 #include "cpu/targets/end.h"
 
 namespace tree_attention::cpu {
-constinit const Kernels neon_bf16_kernels = {"neon_bf16", max_few_rows,
-                                             MatrixAttention<BFloat16>::workspace_bytes,
-                                             attend_in_matrices, store_output};
+constinit const Kernels neon_bf16_kernels = {
+    "neon_bf16",        Vectors::kNeon, max_few_rows, MatrixAttention<BFloat16>::workspace_bytes,
+    attend_in_matrices, store_output};
 }
 
 #endif

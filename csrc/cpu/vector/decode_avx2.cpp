@@ -11,7 +11,7 @@
 #include "cpu/targets/end.h"
 
 namespace tree_attention::cpu {
-constinit const Kernels avx2_kernels = VectorKernels::named("avx2");
+constinit const Kernels avx2_kernels = VectorKernels::named("avx2", Vectors::kAvx2);
 }
 
 #endif

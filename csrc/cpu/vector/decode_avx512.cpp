@@ -11,7 +11,7 @@
 #include "cpu/targets/end.h"
 
 namespace tree_attention::cpu {
-constinit const Kernels avx512_kernels = VectorKernels::named("avx512");
+constinit const Kernels avx512_kernels = VectorKernels::named("avx512", Vectors::kAvx512);
 }
 
 #endif

@@ -21,8 +21,8 @@ inline void attend_in_order(const DecodeParams& p, const Rows& rows, KeyRange ke
 
 }  // namespace
 
-constinit const Kernels neon_kernels = {"neon", max_few_rows, few_rows_bytes, attend_in_order,
-                                        store_output};
+constinit const Kernels neon_kernels = {"neon",         Vectors::kNeon,  max_few_rows,
+                                        few_rows_bytes, attend_in_order, store_output};
 }  // namespace tree_attention::cpu
 
 #endif

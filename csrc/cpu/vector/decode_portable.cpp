@@ -3,5 +3,5 @@
 #include "cpu/vector/kernels.h"
 
 namespace tree_attention::cpu {
-constinit const Kernels portable_kernels = VectorKernels::named("portable");
+constinit const Kernels portable_kernels = VectorKernels::named("portable", Vectors::kPortable);
 }

@@ -42,8 +42,8 @@ struct VectorKernels {
     });
   }
 
-  static constexpr Kernels named(const char* name) {
-    return {name, max_rows, workspace_bytes, attend, store_output};
+  static constexpr Kernels named(const char* name, Vectors vectors) {
+    return {name, vectors, max_rows, workspace_bytes, attend, store_output};
   }
 };
 
