@@ -376,6 +376,18 @@ def _(k: Tensor, *tensors: Tensor | None, paged: bool = False, **scales: object)
     _check_devices("append_kv", "k's", k.device, **dict(zip(names, tensors, strict=True)), **scales)
 
 
+@torch.library.register_fake("tree_attention::linear_of_experts")
+def _(
+    x: Tensor,
+    experts: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    front: int,
+    is_transposed: bool,
+) -> Tensor:
+    return x.new_empty((experts.shape[0], weight.shape[2 if is_transposed else 1]))
+
+
 @torch.library.register_fake("tree_attention::lean_schedule")
 def _(num_tiles: Tensor, num_workers: int) -> Tensor:
     num_segments = torch.library.get_ctx().new_dynamic_size()

@@ -57,18 +57,6 @@ def _product(module: Any, name: str, x: Tensor, experts: Tensor) -> Tensor:
     return out if bias is None else out + bias[experts]
 
 
-@torch.library.register_fake("tree_attention::linear_of_experts")
-def _(
-    x: Tensor,
-    experts: Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    front: int,
-    is_transposed: bool,
-) -> Tensor:
-    return x.new_empty((experts.shape[0], weight.shape[2 if is_transposed else 1]))
-
-
 ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
