@@ -17,6 +17,7 @@
 #include "cpu/amx/tiles.h"
 #include "cpu/bf16/column_softmax.h"
 #include "cpu/bf16/pairs.h"
+#include "cpu/vector/far_prefetch.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/row_state.h"
 #include "cpu/vector/simd.h"
@@ -54,7 +55,7 @@ class ManyRowsAttention {
         num_rows_(ManyRowsMemory::padded_rows(rows.count)),
         adjusted_(p.softcap != 0.0f || p.alibi_slopes != nullptr || !(score_scale(p) > 0.0f)),
         scale_(adjusted_ ? 1.0f : score_scale(p)),
-        ahead_(p) {}
+        ahead_(0, values_are_in_keys<T>(p) ? 0 : p.head_dim_v) {}
 
   // Whether o and lse are what they should be. Otherwise, and for what this cannot do, the vectors
   // have to compute them.
@@ -191,7 +192,7 @@ class ManyRowsAttention {
     beats_ = beats;
     credit_ = 0;
     const auto beat = [this] {
-      ahead_.fetch(lines_per_beat_);
+      for (int64_t i = 0; i < lines_per_beat_; ++i) ahead_.fetch();
       for (credit_ += cost_; credit_ >= beats_;) {
         credit_ -= work() * beats_;
       }
@@ -372,7 +373,7 @@ class ManyRowsAttention {
   const int64_t num_rows_;
   const bool adjusted_;
   const float scale_;
-  FarPrefetcher<T> ahead_;      // of the values of the keys after these
+  FarPrefetch<T> ahead_;        // of the values of the keys after these
   int64_t lines_per_beat_ = 0;  // which it fetches
   bool too_large_ = false;
 

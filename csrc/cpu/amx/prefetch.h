@@ -86,50 +86,13 @@ class Prefetcher {
   int units_, cost_, due_ = 0, key_ = 0;
 };
 
-// Fetches keys and values into the second-level cache, some cache lines at a time: a core keeps
-// only 16 lines in flight, and drops what exceeds them.
+// As in latent attention.
 template <typename T>
-class FarPrefetcher {
- public:
-  FarPrefetcher(const DecodeParams& p)
-      : v_lines_(values_are_in_keys(p) ? 0 : (p.head_dim_v + kLine - 1) / kLine) {}
-
-  // The next keys to fetch are those of `steps`.
-  void begin(const Step<T>* steps, int num_steps) {
-    steps_ = steps;
-    num_steps_ = num_steps;
-    line_ = step_ = key_ = 0;
-  }
-
-  int64_t lines() const { return num_steps_ * kStepKeys * v_lines_; }
-
-  void fetch(int64_t lines) {
-    for (; lines > 0 && step_ < num_steps_; --lines) {
-      const Step<T>& step = steps_[step_];
-      __builtin_prefetch(step.v[key_] + line_ * kLine, 0, 2);
-      if (++line_ < v_lines_) continue;
-      line_ = 0;
-      if (++key_ < step.count) continue;
-      key_ = 0;
-      ++step_;
-    }
-  }
-
- private:
-  static constexpr int64_t kLine = kLineBytes / sizeof(T);
-
-  // As in latent attention.
-  static bool values_are_in_keys(const DecodeParams& p) {
-    const int64_t offset = static_cast<const T*>(p.v) - static_cast<const T*>(p.k);
-    return 0 <= offset && offset + p.head_dim_v <= p.head_dim && p.k_stride[0] == p.v_stride[0] &&
-           p.k_stride[1] == p.v_stride[1] && p.k_stride[2] == p.v_stride[2];
-  }
-
-  const int64_t v_lines_;
-  const Step<T>* steps_ = nullptr;
-  int64_t line_ = 0;
-  int step_ = 0, key_ = 0, num_steps_ = 0;
-};
+inline bool values_are_in_keys(const DecodeParams& p) {
+  const int64_t offset = static_cast<const T*>(p.v) - static_cast<const T*>(p.k);
+  return 0 <= offset && offset + p.head_dim_v <= p.head_dim && p.k_stride[0] == p.v_stride[0] &&
+         p.k_stride[1] == p.v_stride[1] && p.k_stride[2] == p.v_stride[2];
+}
 
 }  // namespace
 }  // namespace tree_attention::cpu

@@ -15,11 +15,11 @@
 #include "common/rows.h"
 #include "cpu/bf16/column_softmax.h"
 #include "cpu/bf16/pairs.h"
+#include "cpu/vector/far_prefetch.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/row_state.h"
 #include "cpu/vector/simd.h"
 #include "cpu/vector/softmax.h"
-#include "cpu/vector/spread_prefetch.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -227,8 +227,10 @@ class ManyRowsAttention {
     num_steps_[next] = 0;
     if (left > kPackedKeys) locate_packed(key + kPackedKeys);
     for (int i = 0; i < num_steps_[place]; ++i) pack_step(steps_[place][i], i);
-    SpreadPrefetch<T> ahead(p_, steps_[next], num_steps_[next]);
-    NoSpreadPrefetch nothing;
+    FarPrefetch<T> far(p_.head_dim, p_.head_dim_v);
+    far.begin(steps_[next], num_steps_[next]);
+    auto ahead = spread(far);
+    auto nothing = [] {};
     bool is_first = true;
     for (int64_t row = 0; row < num_rows_; row += kBlockRows) {
       Meeting meeting;

@@ -12,6 +12,7 @@
 #include "common/decode_params.h"
 #include "common/dtype.h"
 #include "common/rows.h"
+#include "cpu/vector/far_prefetch.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/many_rows_memory.h"
 #include "cpu/vector/meetings.h"
@@ -19,7 +20,6 @@
 #include "cpu/vector/simd.h"
 #include "cpu/vector/simd_math.h"
 #include "cpu/vector/softmax.h"
-#include "cpu/vector/spread_prefetch.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -127,8 +127,10 @@ class LaneRowsAttention {
     const int place = place_of(key), next = 1 - place;
     locate(key + Memory::kMetKeys);
     for (int i = 0; i < num_steps_[place]; ++i) widen(steps_[place][i], i * kStepKeys);
-    SpreadPrefetch<T> ahead(p_, steps_[next], num_steps_[next]);
-    NoSpreadPrefetch nothing;
+    FarPrefetch<T> far(p_.head_dim, p_.head_dim_v);
+    far.begin(steps_[next], num_steps_[next]);
+    auto ahead = spread(far);
+    auto nothing = [] {};
     bool is_first = true;
     for (int64_t row = 0; row < num_rows_; row += Memory::kBlockRows) {
       Meeting meeting;
