@@ -16,6 +16,7 @@ from test_changed_calls import add, agree, assert_goes_on, broadcast
 from tree_attention import BlockCyclic, ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.agreement.queries import Queries
+from tree_attention.exchange.auto.setup import Resources
 from tree_attention.exchange.transport.replay import Replay
 from tree_attention.hf.cache.shard import Shard
 
@@ -119,6 +120,27 @@ def broadcast_over_nccl(rank: int, world_size: int) -> None:
         with mock.patch.object(Link, "broadcast") as sent:
             agree(comm)
     assert sent.call_count == 0
+
+
+def exchange_ids_alone(comm: Communicator) -> None:
+    """The messages of the host in a call whose tensors are on a GPU, such as moves of a cache."""
+    with comm.begin("moves of a GPU") as call, mock.patch.object(Resources, "are_known"):
+        call.run((), comm.link.exchange_call_ids, torch.device("cuda"))
+
+
+def change_beside_nccl(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=AMPLE)
+    comm.link._backends["cuda"] = "nccl"
+    exchange_ids_alone(comm)
+    exchange_ids_alone(comm)
+    seconds, message = failure(add if rank == 1 else exchange_ids_alone, comm)
+    assert seconds < QUICK and "call is all_reduce on rank 1, moves of a GPU on rank 0" in message
+    assert_goes_on(comm)
+
+
+def test_messages_of_the_host_in_calls_of_a_gpu() -> None:
+    """A group may have Gloo for the host and NCCL for GPUs, as torch makes it by default."""
+    run_ranks(change_beside_nccl, 2)
 
 
 def test_nothing_is_sent_again_where_the_host_reads_no_call_id() -> None:

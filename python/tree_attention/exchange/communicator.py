@@ -48,7 +48,6 @@ from .transport.topology import Topology, node_name
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 30.0
-_HOST = torch.device("cpu")
 
 # A call in which the messages of all ranks have more bytes is large. Host memory beyond
 # `MAX_KEPT_BYTES` stays while large calls follow one another, as in a prompt's layers: each would
@@ -127,8 +126,6 @@ class Communicator:
         digest = "shipped" if costs is None else costs.digest
         self._constants: Signature = (("nodes", self._nodes), ("exchange costs", digest))
         self._queries = Queries()
-        # Whether the messages of the last call that ranks agreed upon are in the host's memory.
-        self._is_on_host = False
         self._buffers, self._collectives = StateBuffers(), Collectives()
         self._num_small_calls = 0  # in a row
         self.name = f"communicator {next(self._numbers)}"
@@ -431,7 +428,7 @@ class Communicator:
         def gather(step: str, note: Note) -> list[Note]:
             return session.compare((("step", step),), deadline, note)
 
-        if self._is_on_host and link.shared_memory is None:
+        if link.transport_device(device).type == "cpu" and link.shared_memory is None:
             link.shared_memory = memory = shared_memory.connect(self.rank, self.topology, gather)
             # The same on all ranks: either all nodes have such memory or none.
             if isinstance(memory, str) or self.topology.num_nodes > 1:
@@ -537,10 +534,9 @@ class Call(AbstractContextManager["Call"]):
             if not is_agreed:
                 comm._learn(session.agree(texts, deadline))
                 session.agreed, session.texts = whole, texts
-                comm._is_on_host = link.transport_device(device or _HOST).type == "cpu"
                 if device is not None and not comm._resources.are_known(device):
                     comm._set_up(session, device, deadline)
-                link.replay.record(comm._is_on_host and is_repeatable)
+                link.replay.record(is_repeatable)
                 if not is_repeatable:
                     session.agreed = None
             link.call_id = call_id = comm._queries.call_id(queries)

@@ -230,7 +230,8 @@ class Messages(Round):
             receive = {rank: hosts[id(tensor)] for rank, tensor in receive.items()}
             send = {rank: hosts[id(tensor)] for rank, tensor in send.items()}
         device = link.transport_device(device)
-        is_read = has_call_id and device.type == "cpu"
+        self._is_on_host = device.type == "cpu"
+        is_read = has_call_id and self._is_on_host
         outgoing = {id(tensor): tensor for tensor in send.values()}
         self._ids_sent = [_call_id_of(tensor) for tensor in outgoing.values() if is_read]
         self._ids_received = [_call_id_of(tensor) for tensor in receive.values() if is_read]
@@ -243,7 +244,8 @@ class Messages(Round):
             part.post()
 
     def start(self, deadline: float) -> None:
-        self._link.replay.note(self._repeated, self._tensors)
+        if self._is_on_host:  # or its receivers would take a replay for a message
+            self._link.replay.note(self._repeated, self._tensors)
         with self._link.operation("round of messages"):
             for host, tensor in self._uploads:
                 host.copy_(tensor)

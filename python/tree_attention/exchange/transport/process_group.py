@@ -24,7 +24,7 @@ from ..notes import OtherCall
 from .buffers import CALL_ID_BYTES, host_memory
 from .deadlines import is_watched, remaining
 from .messages import OTHER_CALL, SAME_CALL, DirectTransport, LibraryCall, Messages, Round
-from .replay import Replay
+from .replay import Replay, Step
 
 # The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;
 # renamed after torch 2.11.
@@ -163,7 +163,7 @@ class Link:
 
     def all_gather(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """`receive` becomes the concatenation of every rank's `send`, in rank order."""
-        self.replay.note(lambda link, x, end: link.all_gather(*x, end), (receive, send))
+        self._note(lambda link, x, end: link.all_gather(*x, end), receive, send)
         options = _with_timeout(AllgatherOptions(), deadline)
         with self.operation(f"all_gather of {send.nbytes} bytes from each rank"):
             source, target = self._stage(send), self._stage(receive, copy=False)
@@ -173,7 +173,7 @@ class Link:
 
     def all_to_all(self, receive: Tensor, send: Tensor, deadline: float) -> None:
         """Equal parts: `receive[r]` becomes what rank r has in its `send` for this rank."""
-        self.replay.note(lambda link, x, end: link.all_to_all(*x, end), (receive, send))
+        self._note(lambda link, x, end: link.all_to_all(*x, end), receive, send)
         options = _with_timeout(AllToAllOptions(), deadline)
         num_bytes = send.nbytes // self.world_size
         with self.operation(f"all_to_all of {num_bytes} bytes to each rank"):
@@ -204,7 +204,7 @@ class Link:
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType, deadline: float) -> None:
         """Reduces `tensor` over the ranks in place. Bytes are counted as a ring sends them."""
-        self.replay.note(lambda link, x, end: link.all_reduce(*x, op, end), [tensor])
+        self._note(lambda link, x, end: link.all_reduce(*x, op, end), tensor)
         options = _with_timeout(AllreduceOptions(), deadline)
         options.reduceOp = op
         with self.operation(f"all_reduce of {tensor.nbytes} bytes"):
@@ -215,7 +215,7 @@ class Link:
 
     def broadcast(self, tensor: Tensor, deadline: float) -> None:
         """`tensor` becomes rank 0's. Bytes are counted as a message to every rank."""
-        self.replay.note(lambda link, x, end: link.broadcast(*x, end), [tensor])
+        self._note(lambda link, x, end: link.broadcast(*x, end), tensor)
         options = _with_timeout(BroadcastOptions(), deadline)
         options.rootRank = 0
         options.rootTensor = 0
@@ -225,6 +225,11 @@ class Link:
             self._finish(work, tensor, target, deadline)
         if self.rank == 0:
             self.bytes_sent += (self.world_size - 1) * tensor.nbytes
+
+    def _note(self, step: Step, *tensors: Tensor) -> None:
+        """Notes a step for a replay, unless it is over NCCL, whose receivers read no call id."""
+        if self.replay.is_recording and self.transport_device(tensors[0].device).type == "cpu":
+            self.replay.note(step, tensors)
 
     def start_shift(self, receive: Sequence[Tensor], send: Sequence[Tensor]) -> list[Work]:
         """Starts sending `send` to the next rank and receiving `receive` from the previous one.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # Sends and receives in given tensors over a link, before a `time.monotonic` deadline.
-_Step = Callable[[Any, list[Tensor], float], object]
+Step = Callable[[Any, list[Tensor], float], object]
 _Kind = tuple[torch.Size, torch.dtype, torch.device]  # of a tensor
 
 
@@ -23,14 +23,14 @@ class Replay:
 
     def __init__(self) -> None:
         # With the tensors of each, by numbers that are equal where one is sent to several ranks.
-        self._steps: list[tuple[_Step, list[int], dict[int, _Kind]]] = []
+        self._steps: list[tuple[Step, list[int], dict[int, _Kind]]] = []
         self.is_recording = False
 
     def record(self, is_needed: bool = True) -> None:
         """Forgets what was recorded, and begins anew if that is needed."""
         self._steps, self.is_recording = [], is_needed
 
-    def note(self, step: _Step, tensors: Sequence[Tensor]) -> None:
+    def note(self, step: Step, tensors: Sequence[Tensor]) -> None:
         """Records a step, which must keep no tensor, while a call is recorded."""
         if self.is_recording:
             kinds = {id(x): (x.shape, x.dtype, x.device) for x in tensors}
