@@ -15,26 +15,26 @@ namespace tree_attention {
 
 at::Tensor lean_schedule(const at::Tensor& num_tiles, int64_t num_workers) {
   constexpr const char* kOp = "lean_schedule";
-  TORCH_CHECK(num_tiles.dim() == 1, kOp, ": num_tiles must have shape [outputs], got ",
-              num_tiles.sizes());
-  TORCH_CHECK(num_tiles.scalar_type() == at::kInt, kOp, ": num_tiles must be int32, got ",
-              dtype_name(num_tiles.scalar_type()));
-  TORCH_CHECK(num_workers >= 1, kOp, ": num_workers must be at least 1, got ", num_workers);
+  TORCH_CHECK_VALUE(num_tiles.dim() == 1, kOp, ": num_tiles must have shape [outputs], got ",
+                    num_tiles.sizes());
+  TORCH_CHECK_VALUE(num_tiles.scalar_type() == at::kInt, kOp, ": num_tiles must be int32, got ",
+                    dtype_name(num_tiles.scalar_type()));
+  TORCH_CHECK_VALUE(num_workers >= 1, kOp, ": num_workers must be at least 1, got ", num_workers);
 
   const at::Tensor tiles = num_tiles.contiguous();
   const int64_t num_outputs = tiles.numel();
   std::vector<int64_t> tile_offsets(num_outputs + 1, 0);
   for (int64_t output = 0; output < num_outputs; ++output) {
     const int64_t count = elements<int32_t>(tiles)[output];
-    TORCH_CHECK(count >= 0, kOp, ": num_tiles must not be negative, got ", count, " for output ",
-                output);
+    TORCH_CHECK_VALUE(count >= 0, kOp, ": num_tiles must not be negative, got ", count,
+                      " for output ", output);
     tile_offsets[output + 1] = tile_offsets[output] + count;
   }
 
   const Partition partition{tile_offsets.back(), num_workers};
-  TORCH_CHECK(partition.num_tiles <= std::numeric_limits<int64_t>::max() / num_workers, kOp,
-              ": num_workers times the sum of num_tiles must be below 2^63, got ", num_workers,
-              " and ", partition.num_tiles);
+  TORCH_CHECK_VALUE(partition.num_tiles <= std::numeric_limits<int64_t>::max() / num_workers, kOp,
+                    ": num_workers times the sum of num_tiles must be below 2^63, got ",
+                    num_workers, " and ", partition.num_tiles);
   std::vector<std::array<int64_t, 4>> segments;
   for (int64_t tile = 0, end; tile < partition.num_tiles; tile = end) {
     const int64_t worker = partition.owner(tile);

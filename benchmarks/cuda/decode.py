@@ -91,7 +91,7 @@ def run(
                 skipped.append(f"{case.name}: out of memory")
                 torch.cuda.empty_cache()
                 continue
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 rows.append(failed_row(case.name, timing.reason(error)))
                 try:
                     timing.check_device(case.name)

@@ -128,7 +128,7 @@ def run(seconds: float) -> Report:
         for case in CASES:
             try:
                 rows.append(measured_row(case, seconds))
-            except RuntimeError as error:  # the others are worth having
+            except (RuntimeError, ValueError) as error:  # the others are worth having
                 failed.append(f"{case.name} has no row: {reason(error)}")
     return Report(
         name=NAME,

@@ -23,8 +23,8 @@ inline bool has_8_bits(at::ScalarType dtype) {
 }
 
 inline DataType data_type(at::ScalarType dtype, const char* op, const char* argument) {
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": ",
-              argument, " must be float32, bfloat16 or float16, got ", dtype_name(dtype));
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf, op, ": ",
+                    argument, " must be float32, bfloat16 or float16, got ", dtype_name(dtype));
   return dtype == at::kFloat      ? DataType::kFloat32
          : dtype == at::kBFloat16 ? DataType::kBFloat16
                                   : DataType::kFloat16;
@@ -49,29 +49,29 @@ struct ArgumentChecks {
 
   void shape(const char* argument, const char* axes, const at::Tensor& tensor,
              at::IntArrayRef expected) const {
-    TORCH_CHECK(tensor.sizes() == expected, op, ": ", argument, " must have shape ", axes, " = ",
-                expected, ", got ", tensor.sizes());
+    TORCH_CHECK_VALUE(tensor.sizes() == expected, op, ": ", argument, " must have shape ", axes,
+                      " = ", expected, ", got ", tensor.sizes());
   }
 
   void last_axis(const char* argument, const at::Tensor& tensor) const {
-    TORCH_CHECK(tensor.size(-1) <= 1 || tensor.stride(-1) == 1, op, ": ", argument,
-                " must have a contiguous last axis, got stride ", tensor.stride(-1));
+    TORCH_CHECK_VALUE(tensor.size(-1) <= 1 || tensor.stride(-1) == 1, op, ": ", argument,
+                      " must have a contiguous last axis, got stride ", tensor.stride(-1));
   }
 
   void dtype(const char* argument, const at::Tensor& tensor, at::ScalarType expected) const {
-    TORCH_CHECK(tensor.scalar_type() == expected, op, ": ", argument, " must be ",
-                dtype_name(expected), ", got ", dtype_name(tensor.scalar_type()));
+    TORCH_CHECK_VALUE(tensor.scalar_type() == expected, op, ": ", argument, " must be ",
+                      dtype_name(expected), ", got ", dtype_name(tensor.scalar_type()));
   }
 
   void device(const char* argument, const at::Tensor& tensor, const char* first_argument,
               const at::Tensor& first) const {
-    TORCH_CHECK(tensor.device() == first.device(), op, ": ", argument, " must be on ",
-                first_argument, "'s device ", first.device(), ", got ", tensor.device());
+    TORCH_CHECK_VALUE(tensor.device() == first.device(), op, ": ", argument, " must be on ",
+                      first_argument, "'s device ", first.device(), ", got ", tensor.device());
   }
 
   int32_t to_int32(const char* what, int64_t value) const {
-    TORCH_CHECK(value <= std::numeric_limits<int32_t>::max(), op, ": ", what,
-                " must be below 2^31, got ", value);
+    TORCH_CHECK_VALUE(value <= std::numeric_limits<int32_t>::max(), op, ": ", what,
+                      " must be below 2^31, got ", value);
     return static_cast<int32_t>(value);
   }
 
@@ -83,13 +83,13 @@ struct ArgumentChecks {
     const auto check = [&](const char* name, const std::optional<at::Tensor>& scale,
                            const char* other_name, const std::optional<at::Tensor>& other) {
       if (!scale) {
-        TORCH_CHECK(dtype_of_k != at::kChar, op, ": ", name,
-                    " must be given for int8 keys, got None");
-        TORCH_CHECK(!other, op, ": ", name, " must be given with ", other_name, ", got None");
+        TORCH_CHECK_VALUE(dtype_of_k != at::kChar, op, ": ", name,
+                          " must be given for int8 keys, got None");
+        TORCH_CHECK_VALUE(!other, op, ": ", name, " must be given with ", other_name, ", got None");
         return;
       }
-      TORCH_CHECK(has_8_bits(dtype_of_k), op, ": ", name, " must be None for ",
-                  dtype_name(dtype_of_k), " keys, got a tensor of shape ", scale->sizes());
+      TORCH_CHECK_VALUE(has_8_bits(dtype_of_k), op, ": ", name, " must be None for ",
+                        dtype_name(dtype_of_k), " keys, got a tensor of shape ", scale->sizes());
       dtype(name, *scale, at::kFloat);
       shape(name, axes, *scale, k.sizes().slice(0, 3));
     };

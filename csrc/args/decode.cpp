@@ -19,8 +19,8 @@ constexpr ArgumentChecks kCheck{kOp};
 // The largest softmax_scale, softcap and 1 / softcap: a product of two is a normal float32.
 constexpr double kLargestScale = 1e15;
 
-// TORCH_CHECK with the name of the operator in front of the message.
-#define CHECK_ARG(condition, ...) TORCH_CHECK(condition, kOp, ": ", __VA_ARGS__)
+// TORCH_CHECK_VALUE with the name of the operator in front of the message.
+#define CHECK_ARG(condition, ...) TORCH_CHECK_VALUE(condition, kOp, ": ", __VA_ARGS__)
 
 void check_keys_and_values(DecodeParams& params, const DecodeArgs& args) {
   const auto& [q, k, v] = std::tie(args.q, args.k, args.v);

@@ -114,17 +114,18 @@ void check_outputs(const char* op, std::initializer_list<ArgumentMemory> outputs
   for (const ArgumentMemory& output : outputs) {
     if (output.tensor_ == nullptr) continue;
     const at::Tensor& tensor = *output.tensor_;
-    TORCH_CHECK(
+    TORCH_CHECK_VALUE(
         !overlaps_itself(tensor), op, ": ", output.name_,
         " must not have two elements at one place in memory, or axes that interleave, got shape ",
         tensor.sizes(), " with strides ", tensor.strides(), "; give it memory of its own, as ",
         output.name_, ".clone() has");
     const auto check = [&](const ArgumentMemory& other) {
-      TORCH_CHECK(!output.overlaps(other), op, ": ", output.name_, " must not share memory with ",
-                  other.name_, ", or lie between its bytes with other strides, got strides ",
-                  tensor.strides(), " and ", other.tensor_->strides(), " that begin ",
-                  std::abs(other.begin_ - output.begin_), " bytes apart; give ", output.name_,
-                  " memory of its own, as ", output.name_, ".clone() has");
+      TORCH_CHECK_VALUE(!output.overlaps(other), op, ": ", output.name_,
+                        " must not share memory with ", other.name_,
+                        ", or lie between its bytes with other strides, got strides ",
+                        tensor.strides(), " and ", other.tensor_->strides(), " that begin ",
+                        std::abs(other.begin_ - output.begin_), " bytes apart; give ", output.name_,
+                        " memory of its own, as ", output.name_, ".clone() has");
     };
     for (const ArgumentMemory& input : inputs) check(input);
     for (const ArgumentMemory* other = outputs.begin(); other != &output; ++other) check(*other);

@@ -14,30 +14,30 @@ namespace {
 constexpr const char* kOp = "merge_states";
 
 void check_parts(const at::Tensor& o_parts, const at::Tensor& lse_parts) {
-  TORCH_CHECK(o_parts.dim() >= 2, kOp, ": o_parts must have shape [n, ..., head_dim], got ",
-              o_parts.sizes());
-  TORCH_CHECK(o_parts.size(0) >= 1, kOp, ": o_parts must hold at least one part, got ",
-              o_parts.sizes());
-  TORCH_CHECK(o_parts.size(-1) >= 1, kOp, ": o_parts must have a head_dim of at least 1, got ",
-              o_parts.sizes());
-  TORCH_CHECK(lse_parts.sizes() == o_parts.sizes().slice(0, o_parts.dim() - 1), kOp,
-              ": lse_parts must have shape [n, ...] = ",
-              o_parts.sizes().slice(0, o_parts.dim() - 1), ", got ", lse_parts.sizes());
-  TORCH_CHECK(lse_parts.scalar_type() == at::kFloat, kOp, ": lse_parts must be float32, got ",
-              dtype_name(lse_parts.scalar_type()));
-  TORCH_CHECK(lse_parts.device() == o_parts.device(), kOp,
-              ": lse_parts must be on o_parts' device ", o_parts.device(), ", got ",
-              lse_parts.device());
+  TORCH_CHECK_VALUE(o_parts.dim() >= 2, kOp, ": o_parts must have shape [n, ..., head_dim], got ",
+                    o_parts.sizes());
+  TORCH_CHECK_VALUE(o_parts.size(0) >= 1, kOp, ": o_parts must hold at least one part, got ",
+                    o_parts.sizes());
+  TORCH_CHECK_VALUE(o_parts.size(-1) >= 1, kOp,
+                    ": o_parts must have a head_dim of at least 1, got ", o_parts.sizes());
+  TORCH_CHECK_VALUE(lse_parts.sizes() == o_parts.sizes().slice(0, o_parts.dim() - 1), kOp,
+                    ": lse_parts must have shape [n, ...] = ",
+                    o_parts.sizes().slice(0, o_parts.dim() - 1), ", got ", lse_parts.sizes());
+  TORCH_CHECK_VALUE(lse_parts.scalar_type() == at::kFloat, kOp, ": lse_parts must be float32, got ",
+                    dtype_name(lse_parts.scalar_type()));
+  TORCH_CHECK_VALUE(lse_parts.device() == o_parts.device(), kOp,
+                    ": lse_parts must be on o_parts' device ", o_parts.device(), ", got ",
+                    lse_parts.device());
 }
 
 void check_output(const at::Tensor& output, const char* name, at::IntArrayRef sizes,
                   const at::Tensor& o_parts) {
-  TORCH_CHECK(output.sizes() == sizes, kOp, ": ", name, " must have shape ", sizes, ", got ",
-              output.sizes());
-  TORCH_CHECK(output.is_contiguous(), kOp, ": ", name, " must be contiguous, got strides ",
-              output.strides());
-  TORCH_CHECK(output.device() == o_parts.device(), kOp, ": ", name, " must be on o_parts' device ",
-              o_parts.device(), ", got ", output.device());
+  TORCH_CHECK_VALUE(output.sizes() == sizes, kOp, ": ", name, " must have shape ", sizes, ", got ",
+                    output.sizes());
+  TORCH_CHECK_VALUE(output.is_contiguous(), kOp, ": ", name, " must be contiguous, got strides ",
+                    output.strides());
+  TORCH_CHECK_VALUE(output.device() == o_parts.device(), kOp, ": ", name,
+                    " must be on o_parts' device ", o_parts.device(), ", got ", output.device());
 }
 
 MergeCall prepare(const at::Tensor& o_parts, const at::Tensor& lse_parts, const at::Tensor& o,
@@ -83,8 +83,8 @@ MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts, 
   check_parts(o_parts, lse_parts);
   check_output(o, "o", o_parts.sizes().slice(1), o_parts);
   check_output(lse, "lse", lse_parts.sizes().slice(1), o_parts);
-  TORCH_CHECK(lse.scalar_type() == at::kFloat, kOp, ": lse must be float32, got ",
-              dtype_name(lse.scalar_type()));
+  TORCH_CHECK_VALUE(lse.scalar_type() == at::kFloat, kOp, ": lse must be float32, got ",
+                    dtype_name(lse.scalar_type()));
   check_outputs(kOp, {{"o", o}, {"lse", lse}}, {{"o_parts", o_parts}, {"lse_parts", lse_parts}});
   return prepare(o_parts, lse_parts, o, lse, o.scalar_type(), "o");
 }

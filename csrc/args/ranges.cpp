@@ -21,8 +21,9 @@ DecodeArgs with_range(const DecodeArgs& args, int64_t range) {
 DecodeParams check(const DecodeArgs& args) {
   constexpr ArgumentChecks kCheck{"lean_decode"};
   const at::Tensor& ranges = *args.key_ranges;
-  TORCH_CHECK(ranges.size(2) >= 1, "lean_decode: key_ranges must have at least 1 range, got shape ",
-              ranges.sizes());
+  TORCH_CHECK_VALUE(ranges.size(2) >= 1,
+                    "lean_decode: key_ranges must have at least 1 range, got shape ",
+                    ranges.sizes());
   if (args.q.dim() == 4) {
     kCheck.shape("key_ranges", "[batch, seqlen_q, num_ranges, 2]", ranges,
                  {args.q.size(0), args.q.size(2), ranges.size(2), 2});

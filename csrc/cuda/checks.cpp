@@ -40,26 +40,27 @@ bool has_values_in_keys(const DecodeParams& p) {
 void check_head_dim(const char* what, int32_t head_dim, const DecodeParams& p) {
   const bool has_8_bits = element_size(p.kv_dtype) == 1;
   const int multiple = has_8_bits ? kAlignment : 8;
-  TORCH_CHECK(head_dim % multiple == 0 && head_dim <= kMaxHeadDim, "lean_decode: ", what,
-              " must be a multiple of ", multiple, " up to ", kMaxHeadDim, " on CUDA",
-              has_8_bits ? " for keys of 8 bits" : "", ", got ", head_dim,
-              element_size(p.kv_dtype) == 2 && head_dim > kMaxHeadDim
-                  ? "; more are taken where v is a view of the first columns of k"
-                  : "");
+  TORCH_CHECK_VALUE(head_dim % multiple == 0 && head_dim <= kMaxHeadDim, "lean_decode: ", what,
+                    " must be a multiple of ", multiple, " up to ", kMaxHeadDim, " on CUDA",
+                    has_8_bits ? " for keys of 8 bits" : "", ", got ", head_dim,
+                    element_size(p.kv_dtype) == 2 && head_dim > kMaxHeadDim
+                        ? "; more are taken where v is a view of the first columns of k"
+                        : "");
 }
 
 // Latents: keys of more columns than others may have, whose first ones are their values.
 void check_latents(const DecodeParams& p) {
-  TORCH_CHECK(p.dtype != DataType::kFloat32,
-              "lean_decode: q must be bfloat16 or float16 on CUDA for latents of more than ",
-              kMaxHeadDim, " columns, got float32");
-  TORCH_CHECK(p.kv_dtype == p.dtype,
-              "lean_decode: k must have the dtype of q on CUDA for latents of more than ",
-              kMaxHeadDim, " columns, got 8 bits");
+  TORCH_CHECK_VALUE(p.dtype != DataType::kFloat32,
+                    "lean_decode: q must be bfloat16 or float16 on CUDA for latents of more than ",
+                    kMaxHeadDim, " columns, got float32");
+  TORCH_CHECK_VALUE(p.kv_dtype == p.dtype,
+                    "lean_decode: k must have the dtype of q on CUDA for latents of more than ",
+                    kMaxHeadDim, " columns, got 8 bits");
   const auto check = [](const char* what, int32_t columns, int most) {
-    TORCH_CHECK(columns % 8 == 0 && columns <= most, "lean_decode: ", what,
-                " must be a multiple of 8 up to ", most,
-                " on CUDA for values that are the first columns of their keys, got ", columns);
+    TORCH_CHECK_VALUE(columns % 8 == 0 && columns <= most, "lean_decode: ", what,
+                      " must be a multiple of 8 up to ", most,
+                      " on CUDA for values that are the first columns of their keys, got ",
+                      columns);
   };
   check("head_dim", p.head_dim, kMaxLatents);
   check("head_dim of v", p.head_dim_v, kMaxLatentValues);
@@ -68,31 +69,33 @@ void check_latents(const DecodeParams& p) {
 void check_alignment(const char* argument, const void* data, const int64_t (&strides)[3],
                      const int64_t (&sizes)[3], int element_size) {
   const auto address = reinterpret_cast<uintptr_t>(data);
-  TORCH_CHECK(address % kAlignment == 0, "lean_decode: ", argument, " must begin at a multiple of ",
-              kAlignment, " bytes on CUDA, got one ", address % kAlignment, " bytes beyond");
+  TORCH_CHECK_VALUE(address % kAlignment == 0, "lean_decode: ", argument,
+                    " must begin at a multiple of ", kAlignment, " bytes on CUDA, got one ",
+                    address % kAlignment, " bytes beyond");
   for (int axis = 0; axis < 3; ++axis) {
-    TORCH_CHECK(sizes[axis] <= 1 || strides[axis] * element_size % kAlignment == 0,
-                "lean_decode: ", argument, " must have strides that are multiples of ", kAlignment,
-                " bytes on CUDA, got ", strides[axis], " elements of ", element_size,
-                " bytes on axis ", axis);
+    TORCH_CHECK_VALUE(sizes[axis] <= 1 || strides[axis] * element_size % kAlignment == 0,
+                      "lean_decode: ", argument, " must have strides that are multiples of ",
+                      kAlignment, " bytes on CUDA, got ", strides[axis], " elements of ",
+                      element_size, " bytes on axis ", axis);
   }
 }
 
 }  // namespace
 
 void check_supported(const DecodeParams& p) {
-  TORCH_CHECK(p.kv_dtype == p.dtype || p.dtype != DataType::kFloat32,
-              "lean_decode: q must be bfloat16 or float16 on CUDA for keys of 8 bits, got float32");
+  TORCH_CHECK_VALUE(
+      p.kv_dtype == p.dtype || p.dtype != DataType::kFloat32,
+      "lean_decode: q must be bfloat16 or float16 on CUDA for keys of 8 bits, got float32");
   if (p.head_dim > kMaxHeadDim && has_values_in_keys(p)) {
     check_latents(p);
   } else {
     check_head_dim("head_dim", p.head_dim, p);
     check_head_dim("head_dim of v", p.head_dim_v, p);
   }
-  TORCH_CHECK(p.seqlen_k <= kMaxKeys, "lean_decode: seqlen_k must be at most ", kMaxKeys,
-              " on CUDA, got ", p.seqlen_k);
-  TORCH_CHECK(p.num_workers >= 0, "lean_decode: num_workers must not be negative on CUDA, got ",
-              p.num_workers);
+  TORCH_CHECK_VALUE(p.seqlen_k <= kMaxKeys, "lean_decode: seqlen_k must be at most ", kMaxKeys,
+                    " on CUDA, got ", p.seqlen_k);
+  TORCH_CHECK_VALUE(p.num_workers >= 0,
+                    "lean_decode: num_workers must not be negative on CUDA, got ", p.num_workers);
   const int64_t q_sizes[3] = {p.batch, p.num_heads_q, p.seqlen_q};
   int64_t k_sizes[3];
   get_sizes(p, k_sizes);
@@ -107,9 +110,9 @@ void check_capability(const char* op, const char* device, int major, int minor) 
 }
 
 void check_shared_memory(const DecodeParams& p, int32_t needed, int32_t available) {
-  TORCH_CHECK(needed <= available, "lean_decode: head_dim ", std::max(p.head_dim, p.head_dim_v),
-              " needs ", needed, " bytes of shared memory per block, the CUDA device has ",
-              available);
+  TORCH_CHECK_VALUE(needed <= available, "lean_decode: head_dim ",
+                    std::max(p.head_dim, p.head_dim_v), " needs ", needed,
+                    " bytes of shared memory per block, the CUDA device has ", available);
 }
 
 void check_number_of_tiles(const DecodeParams& p, int32_t row_tile, int32_t tile_keys,
@@ -117,13 +120,13 @@ void check_number_of_tiles(const DecodeParams& p, int32_t row_tile, int32_t tile
   const int64_t rows = int64_t{p.group_size()} * p.seqlen_q;
   const int64_t tiles = (p.seqlen_k + tile_keys - 1) / tile_keys + 1;
   const int64_t all = p.batch * ((rows + row_tile - 1) / row_tile) * tiles;
-  TORCH_CHECK(all <= INT32_MAX, "lean_decode: batch x blocks of ", row_tile,
-              " query rows x tiles of ", tile_keys, " keys must be below 2^31 on CUDA, got ", all,
-              "; attend to fewer sequences or query tokens in one call");
+  TORCH_CHECK_VALUE(all <= INT32_MAX, "lean_decode: batch x blocks of ", row_tile,
+                    " query rows x tiles of ", tile_keys, " keys must be below 2^31 on CUDA, got ",
+                    all, "; attend to fewer sequences or query tokens in one call");
   const int64_t of_worker = all * p.num_heads_kv / num_workers;
-  TORCH_CHECK(of_worker <= INT32_MAX, "lean_decode: each of ", num_workers,
-              " workers must have less than 2^31 tiles of ", tile_keys, " keys on CUDA, got ",
-              of_worker, "; ask for more workers or attend to fewer kv heads in one call");
+  TORCH_CHECK_VALUE(of_worker <= INT32_MAX, "lean_decode: each of ", num_workers,
+                    " workers must have less than 2^31 tiles of ", tile_keys, " keys on CUDA, got ",
+                    of_worker, "; ask for more workers or attend to fewer kv heads in one call");
 }
 
 void check_found_pages(const DecodeParams& params, const BadPage* found) {

@@ -73,8 +73,9 @@ struct Order {
   Order(const int64_t* experts, int64_t count, int64_t num_experts)
       : rows(count), begin(num_experts + 1, 0) {
     for (int64_t i = 0; i < count; ++i) {
-      TORCH_CHECK(experts[i] >= 0 && experts[i] < num_experts,
-                  "linear_of_experts: experts must be in [0, ", num_experts, "), got ", experts[i]);
+      TORCH_CHECK_VALUE(experts[i] >= 0 && experts[i] < num_experts,
+                        "linear_of_experts: experts must be in [0, ", num_experts, "), got ",
+                        experts[i]);
       ++begin[experts[i] + 1];
     }
     for (int64_t e = 0; e < num_experts; ++e) begin[e + 1] += begin[e];

@@ -64,10 +64,11 @@ def tree_decode(
         this rank's heads.
 
     Raises:
-        ValueError, ExchangeError: as in `all_merge_states`.
+        ValueError: as in `all_merge_states`, or `lean_decode` refuses an argument. Nothing was
+            sent.
+        RuntimeError, ExchangeError: as in `all_merge_states`.
         TypeError: q, k_local or v_local is no tensor, there is no such keyword argument, an
             argument is no number, or timeout is neither a number nor a timedelta.
-        RuntimeError: `lean_decode` refuses an argument. Nothing was sent.
 
     For example::
 

@@ -53,8 +53,7 @@ class DecodeCall:
 
     Raises:
         TypeError: q, k or v is no tensor, or an option is no number or does not exist.
-        RuntimeError: q, k or v has not four axes.
-        ValueError: an option of the merge cannot be followed.
+        ValueError: q, k or v has not four axes, or an option of the merge cannot be followed.
     """
 
     def __init__(

@@ -72,9 +72,10 @@ def lean_decode(
         scores. A query without keys gets `o = 0` and `lse = -inf`, exactly.
 
     Raises:
-        RuntimeError: an argument breaks the rules above, or requires a gradient (inference only).
+        ValueError: an argument breaks the rules above.
         TypeError: q, k or v is no tensor, an option is no number, or there is no such keyword
             argument.
+        RuntimeError: a gradient is required (inference only), or the GPU is too old.
 
     Keys and values of 8 bits are converted without an error: the result is what float32 arithmetic
     makes of what they stand for, up to the rounding of a weight to q's 16 bits on CUDA.
@@ -179,8 +180,9 @@ def merge_states(
         gives the same bits. NaN propagates to its row only.
 
     Raises:
-        RuntimeError: shapes or dtypes break the rules above, or a gradient is required.
+        ValueError: shapes or dtypes break the rules above.
         TypeError: o_parts or lse_parts is no tensor.
+        RuntimeError: a gradient is required.
 
     For example::
 
@@ -244,11 +246,12 @@ def append_kv(
         paged: whether the caches are pages.
 
     Raises:
-        RuntimeError: an argument breaks the rules above, a slot is out of range, or a cache or
+        ValueError: an argument breaks the rules above, a slot is out of range, or a cache or
             scale shares memory with itself or another argument; views that interleave do not.
             Nothing was written. On CUDA a slot out of range is not kept, or where the environment
             variable TREE_ATTENTION_CHECK_PAGES is 1, for which the host waits, an error.
         TypeError: one of the first five arguments is no tensor; v and v_cache may be None.
+        RuntimeError: a gradient is required.
 
     For example::
 
@@ -286,7 +289,7 @@ def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
         tiles has no row.
 
     Raises:
-        RuntimeError: a negative number of tiles, another dtype or shape, or no worker.
+        ValueError: a negative number of tiles, another dtype or shape, or no worker.
         TypeError: num_tiles is no tensor, or num_workers no integer.
 
     For example::
@@ -326,7 +329,7 @@ def _check_devices(op: str, whose: str, device: torch.device, **arguments: objec
     """One tensor of the meta device suffices for dispatch to a fake kernel."""
     for name, argument in arguments.items():
         if isinstance(argument, Tensor) and argument.device != device:
-            raise RuntimeError(
+            raise ValueError(
                 f"{op}: {name} must be on {whose} device {device}, got {argument.device}"
             )
 

@@ -119,8 +119,7 @@ def decode_with_range_bias(
         o and lse as of `lean_decode`.
 
     Raises:
-        ValueError: `key_ranges` or `bias` has another shape.
-        RuntimeError: `lean_decode` refuses an argument.
+        ValueError: `key_ranges` or `bias` has another shape, or `lean_decode` refuses an argument.
 
     For example::
 

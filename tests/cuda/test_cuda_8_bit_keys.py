@@ -240,7 +240,7 @@ def test_scales_of_any_strides(dtype, cuda_kernels):
 
 
 def message_of(problem: Problem) -> str:
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(ValueError) as error:
         problem.run()
     return str(error.value).splitlines()[0]
 

@@ -149,7 +149,7 @@ def test_pages() -> None:
 def test_an_invalid_page_is_named_by_its_sequence() -> None:
     problem = make_problem(batch=2, seqlen_k=200, page_size=16)
     problem.options["page_table"][1, 9] = -1
-    with pytest.raises(RuntimeError, match=r"got -1 for page 9 of sequence 1$"):
+    with pytest.raises(ValueError, match=r"got -1 for page 9 of sequence 1$"):
         tree_decode(problem.q, problem.k, problem.v, deterministic=SIZE, **problem.options)
 
 
@@ -227,7 +227,7 @@ def test_blocks_longer_than_any_cache() -> None:
 )  # fmt: skip
 def test_what_lean_decode_refuses(options: dict, message: str) -> None:
     problem = make_problem(seqlen_k=100)
-    with pytest.raises(RuntimeError, match=f"lean_decode: {message}"):
+    with pytest.raises(ValueError, match=f"lean_decode: {message}"):
         tree_decode(
             problem.q, problem.k, problem.v, deterministic=SIZE, group=Communicator(), **options
         )

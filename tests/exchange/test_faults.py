@@ -34,6 +34,7 @@ from faults import (
     failure,
 )
 from tiers import tiers
+from tree_attention import merge_states
 from tree_attention.exchange import Communicator, ExchangeError
 from tree_attention.exchange.agreement import signatures as agreement
 
@@ -148,7 +149,7 @@ def raise_alone(rank: int, world_size: int, where: str) -> Outcome:
     call("all_gather", comm, timeout=AMPLE)
     if rank == 0:
         if where == "kernel":
-            with pytest.raises(RuntimeError, match="lean_decode: softcap"):
+            with pytest.raises(ValueError, match="lean_decode: softcap"):
                 call("all_gather", comm, softcap=-1.0)
         elif where == "strategy":
             with pytest.raises(ValueError, match="strategy must be one of"):
@@ -184,7 +185,7 @@ def raise_alone_at_a_change(rank: int, world_size: int) -> Outcome:
     comm = Communicator(timeout=AMPLE)
     call("all_gather", comm)
     if rank == 0:
-        with pytest.raises(RuntimeError, match="lean_decode: softcap"):
+        with pytest.raises(ValueError, match="lean_decode: softcap"):
             call("all_gather", comm, seqlen_q=2, softcap=-1.0)
     # Its peers compare signatures too, for they changed their shape at the step it left out.
     outcome = failure(call, "all_gather", comm, seqlen_q=2)
@@ -230,6 +231,20 @@ def test_interrupted_exchange_is_final(rank: int, world_size: int) -> None:
     with pytest.raises(KeyboardInterrupt), comm.begin("interrupted") as interrupted:
         interrupted.run((), stop)
     assert comm.failed is not None and comm.failed.startswith("interrupted by KeyboardInterrupt")
+    assert_refuses_further_use(comm)
+
+
+@on_ranks(2, fresh=True)
+def test_what_an_operator_refuses_inside_an_exchange_is_final(rank: int, world_size: int) -> None:
+    comm = Communicator(timeout=TIMEOUT)
+
+    def refuse(deadline: float) -> None:
+        dist.barrier()  # until no rank compares signatures any more
+        merge_states(torch.ones(2, 8), torch.ones(3))
+
+    message = r"of 2: merge_states: lse_parts must .*got \[3\]"
+    with pytest.raises(ExchangeError, match=message), comm.begin("refused") as refused:
+        refused.run((), refuse)
     assert_refuses_further_use(comm)
 
 

@@ -187,13 +187,13 @@ def test_refused_arguments(cuda_kernels):
             o.new_ones(25)[1:].view(3, 8), lse
         ),
     }.items():  # fmt: skip
-        with pytest.raises(RuntimeError, match=f"^one_shot: {message}"):
+        with pytest.raises(ValueError, match=f"^one_shot: {message}"):
             run(*arguments)
     memory.rank = 2
-    with pytest.raises(RuntimeError, match=r"one_shot: rank must be in \[0, 2\), got 2"):
+    with pytest.raises(ValueError, match=r"one_shot: rank must be in \[0, 2\), got 2"):
         run(o, lse)
     with pytest.raises(
-        RuntimeError, match=r"one_shot: buffers must hold the addresses of 1 to 16 .* got 17"
+        ValueError, match=r"one_shot: buffers must hold the addresses of 1 to 16 .* got 17"
     ):
         symmetric_memory.SymmetricMemory(0, [0] * 17, cuda_kernels).run((o, lse), (o, lse), 1.0)
 

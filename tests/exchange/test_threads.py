@@ -307,7 +307,7 @@ def test_a_refused_call_keeps_no_thread_out(rank: int, world_size: int) -> None:
     refused, called = threading.Event(), threading.Event()
 
     def refuse() -> None:
-        with pytest.raises(RuntimeError, match="lean_decode: key_ranges must"):
+        with pytest.raises(ValueError, match="lean_decode: key_ranges must"):
             tree_decode(*arguments, wrong)
         refused.set()
         called.wait()

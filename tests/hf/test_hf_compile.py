@@ -122,7 +122,7 @@ def decode_at_fixed_size(
             logits = compiled(token, **arguments).logits
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
             token = expected[:, -1:].argmax(-1)
-        with pytest.raises(RuntimeError, match=r"append_kv: slot_mapping must be in \[-1, "):
+        with pytest.raises(ValueError, match=r"append_kv: slot_mapping must be in \[-1, "):
             compiled(token, **arguments)
         if name == "gemma2":
             assert cache.layers[0].key_rows.shape[2] < cache.layers[1].key_rows.shape[2]

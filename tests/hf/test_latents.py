@@ -291,7 +291,7 @@ def test_a_release_that_caches_expanded_keys_is_refused() -> None:
 
 def test_a_device_without_such_long_rows_is_named() -> None:
     model = make_model("deepseek")
-    error = RuntimeError("lean_decode: head_dim must be at most 16, got 28")
+    error = ValueError("lean_decode: head_dim must be at most 16, got 28")
     message = "caches latents of 28 columns, which attention does not take on cpu: lean_decode: hea"
     with (
         mock.patch.object(operands, "check_decode", side_effect=error),

@@ -68,8 +68,8 @@ def huge(*shape, dtype=torch.float32):
     return torch.empty(shape[-1], dtype=dtype).expand(*shape)
 
 
-def message_of(call) -> str:
-    with pytest.raises(RuntimeError) as error:
+def message_of(call, kind: type[Exception] = ValueError) -> str:
+    with pytest.raises(kind) as error:
         call()
     return str(error.value).splitlines()[0]
 

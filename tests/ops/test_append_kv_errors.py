@@ -125,7 +125,7 @@ def test_errors(name):
     options = {n: changed.pop(n) for n in ("k_scale", "v_scale") if n in changed}
     for field, value in changed.items():
         setattr(call, field, value)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(ValueError) as error:
         call.run(**options)
     assert f"append_kv: {message}" in str(error.value).splitlines()[0]
     assert (k_cache == 5).all() and (v_cache == 5).all()
@@ -187,7 +187,7 @@ def test_cuda_checks_slots_in_the_debug_mode(slot, cuda_kernels, monkeypatch):
     call = make_call().to(cuda_kernels)
     slots = torch.tensor([[0, 1, 2], [3, slot, 4]], device=cuda_kernels)
     for call.slots in (slots, slots.mT.contiguous().mT):
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(ValueError) as error:
             call.run()
         assert str(error.value).splitlines()[0] == (
             f"append_kv: slot_mapping must be in [-1, 20), got {slot} for token 1 of sequence 1"

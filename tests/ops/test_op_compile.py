@@ -169,3 +169,22 @@ def test_schedule_of_a_fake_tensor_has_an_unknown_length():
         table = lean_schedule(fake, 2)
     assert table.dtype == torch.int64 and table.dim() == 2 and table.shape[1] == 4
     assert isinstance(table.shape[0], torch.SymInt)
+
+
+def test_a_graph_raises_what_the_call_does():
+    """Where the fake kernel refuses, where the kernel itself does, and for values."""
+    problem = make_problem(page_size=16)
+    q, k, v, table = problem.q, problem.k, problem.v, problem.options["page_table"]
+    for arguments, message in (
+        ((q, k[..., :-1], v, table), "k must have q's head_dim 64, got 63"),
+        ((q, k, v.double(), table), "v must be float32, got float64"),
+        ((q, k, v, table.int() + 10**6), r"page_table must hold page ids in \[0, "),
+    ):
+        torch._dynamo.reset()
+        call = torch.compile(
+            lambda q, k, v, table: lean_decode(q, k, v, page_table=table),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        with torch.no_grad(), pytest.raises(ValueError, match=f"^lean_decode: {message}"):
+            call(*arguments)

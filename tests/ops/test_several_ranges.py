@@ -116,19 +116,19 @@ def test_out_dtype(device):
 )  # fmt: skip
 def test_wrong_ranges_are_refused(change, message, device):
     problem = make_problem(ranges="several").to(device)
-    with pytest.raises(RuntimeError, match=f"lean_decode: key_ranges {message}"):
+    with pytest.raises(ValueError, match=f"lean_decode: key_ranges {message}"):
         lean_decode(problem.q, problem.k, problem.v, change(problem.key_ranges))
 
 
 def test_other_wrong_arguments_are_named_as_always(device):
     problem = make_problem(ranges="several").to(device)
-    with pytest.raises(RuntimeError, match=r"lean_decode: k must have q's batch 2, got 1"):
+    with pytest.raises(ValueError, match=r"lean_decode: k must have q's batch 2, got 1"):
         lean_decode(problem.q, problem.k[:1], problem.v[:1], problem.key_ranges)
-    with pytest.raises(RuntimeError, match=r"q must have shape \[batch, num_heads_q, seqlen_q, he"):
+    with pytest.raises(ValueError, match=r"q must have shape \[batch, num_heads_q, seqlen_q, he"):
         lean_decode(problem.q[0], problem.k, problem.v, problem.key_ranges)
-    with pytest.raises(RuntimeError, match="lean_decode: o must have shape"):
+    with pytest.raises(ValueError, match="lean_decode: o must have shape"):
         problem.run(out=tuple(torch.empty(2, 8, *x, device=device) for x in ((2, 64), (1,))))
-    with pytest.raises(RuntimeError, match="lean_decode: o must be float32, bfloat16 or float16"):
+    with pytest.raises(ValueError, match="lean_decode: o must be float32, bfloat16 or float16"):
         out = torch.empty(2, 8, 1, 64, dtype=torch.float64), torch.empty(2, 8, 1)
         problem.run(out=tuple(x.to(device) for x in out))
 
@@ -138,5 +138,5 @@ def test_invalid_page_is_named_with_its_sequence():
     q, k = torch.randn(2, 1, 1, 8), torch.randn(3, 1, 4, 8)
     table = torch.tensor([[0, 1], [2, 9]], dtype=torch.int32)
     ranges = torch.tensor([[0, 1], [2, 3], [5, 8]], dtype=torch.int32).expand(2, 1, 3, 2)
-    with pytest.raises(RuntimeError, match=r"got 9 for page 1 of sequence 1"):
+    with pytest.raises(ValueError, match=r"got 9 for page 1 of sequence 1"):
         lean_decode(q, k, k, ranges, page_table=table)

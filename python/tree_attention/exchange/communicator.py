@@ -167,8 +167,8 @@ class Communicator:
             A new tensor with x's dtype and shape.
 
         Raises:
-            ValueError: x is not floating, requires a gradient, or there is no such payload_dtype.
-                Nothing was sent.
+            ValueError: x is not floating, or there is no such payload_dtype. Nothing was sent.
+            RuntimeError: x requires a gradient. Nothing was sent.
             ExchangeError: a rank was lost, stalled, or called with other arguments.
         """
         if torch.compiler.is_compiling():
@@ -208,7 +208,8 @@ class Communicator:
             A new tensor.
 
         Raises:
-            ValueError: counts or dim do not describe x, or x requires a gradient. Nothing was sent.
+            ValueError: counts or dim do not describe x. Nothing was sent.
+            RuntimeError: x requires a gradient. Nothing was sent.
             ExchangeError: as in `all_reduce`.
         """
         if torch.compiler.is_compiling():

@@ -73,6 +73,7 @@ def all_merge_states(
             dtypes break the rules above. This rank sent nothing; ranks whose arguments were right
             raise ExchangeError at their timeout.
         TypeError: timeout is neither a number nor a timedelta.
+        RuntimeError: a gradient is required. This rank sent nothing.
         ExchangeError: a rank was lost, stalled, or called with other arguments; or another thread
             uses the group (see `Communicator`).
 

@@ -198,7 +198,7 @@ def check_values(op: str, names: str, *tensors: Tensor) -> None:
 
 def check_no_gradient(op: str, names: str, *tensors: Tensor) -> None:
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise ValueError(
+        raise RuntimeError(
             f"{op}: {names} must not require a gradient (inference only), got "
             "requires_grad=True; call it under torch.no_grad()"
         )

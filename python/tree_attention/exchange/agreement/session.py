@@ -121,7 +121,7 @@ class Session:
             self.agreed = None
             self.link.replay.record(False)
             raise ExchangeError(f"{self._here}: {error}") from None
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the second of operators
             reason = sentence(error)
             if time.monotonic() >= deadline - 0.005:  # timers count milliseconds
                 reason = f"no answer within {seconds:g} s: {reason}"

@@ -21,4 +21,5 @@ template <typename... Parts>
   do {                                          \
     if (!(condition)) ::c10::fail(__VA_ARGS__); \
   } while (false)
+#define TORCH_CHECK_VALUE TORCH_CHECK
 #define TORCH_INTERNAL_ASSERT(condition, ...) TORCH_CHECK(condition, #condition)
