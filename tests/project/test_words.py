@@ -57,6 +57,14 @@ def test_pages_have_no_house_words(page: Path) -> None:
     assert not house_words(page.read_text())
 
 
+@pytest.mark.parametrize("page", WRITTEN_BY_HAND, ids=name_of)
+def test_every_column_of_a_table_has_its_name(page: Path) -> None:
+    head = re.compile(r"^( *\|.*)\n *\|[ :|-]+\|$", re.MULTILINE)
+    for row in head.findall(re.sub(r"`[^`\n]*`", "code", page.read_text())):
+        cells = row.strip().removeprefix("|").removesuffix("|").split("|")
+        assert all(cell.strip() for cell in cells), row
+
+
 def test_house_words_are_found() -> None:
     text = (
         "# A\n\nThey are dealt anew.\n```\nours\n```\nIt lies behind a firewall, behind 4k keys.\n"
