@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_two_commands_of_a_fresh_clone_stand_side_by_side():
     (block,) = (x for x in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) if "demo.sh" in x)
-    commands = re.findall(r"^(\S+) +# sets up", block, re.MULTILINE)
+    commands = re.findall(r"^# Sets up, [^:]*:(?:.*\n# )*.*\n(\S+)$", block, re.MULTILINE)
     assert commands == ["scripts/demo.sh", "scripts/test.sh"]
     for command in commands:
         text = (ROOT / command).read_text()
@@ -32,7 +32,8 @@ def plan_of(ranks: int, context: int) -> Plan:
 
 def test_rows_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The command runs, and the table says what its best form takes."""
-    (command,) = re.findall(r"^python -m tree_attention (plan .*)$", README, re.MULTILINE)
+    text = README.replace("\\\n", " ")
+    (command,) = re.findall(r"^python -m tree_attention (plan .*)$", text, re.MULTILINE)
     assert main(shlex.split(command)) == 0
     assert "4 ranks" in capsys.readouterr().out
     section = README.split("### How fast will it be?")[1].split("\n## ")[0]
