@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Checks of an engine's merge, and of its decoding over shards, where such code is often wrong.
 
-Both call a function of any engine on cases that are known to go wrong, compare with float64 and
-return a `Report`, which prints one line per case and one diagnosis per mistake. Where the function
-is a collective, every rank makes the same call. `adapt` makes functions of the kit's conventions.
+`check_merge` and `check_sharded_decode` call a function of any engine on cases that are known to go
+wrong, compare with float64 and return a `Report`, which prints one line per case and one diagnosis
+per mistake. Where the function is a collective, every rank makes the same call. `adapt` makes
+functions of the kit's conventions.
 """
 
 from .adapters import adapt

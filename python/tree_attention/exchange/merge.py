@@ -77,6 +77,17 @@ def all_merge_states(
         ExchangeError: a rank was lost, stalled, or called with other arguments; or another thread
             uses the group (see `Communicator`).
 
+    For example::
+
+        import torch
+        from tree_attention import all_merge_states
+
+        # One process; with several, after torch.distributed.init_process_group, every rank passes
+        # the state of its own keys, and gets the state of all keys.
+        o, lse = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 1)
+        merged_o, merged_lse = all_merge_states(o, lse)
+        print(torch.equal(merged_o, o), torch.equal(merged_lse, lse))  # True True
+
     Source: Tree Attention (arXiv:2408.04093), section 5.
     """
     return get_communicator(group).all_merge_states(o, lse, **options)

@@ -9,6 +9,10 @@ Importing this module registers the attention implementation `"tree_attention"`:
     tree_attention.hf.enable(model)                     # on every rank
     model.generate(**inputs, max_new_tokens=100)        # on every rank, the same inputs
 
+`from_pretrained` loads a model of which every rank holds a part of the weights, and `parallelize`
+splits one that is in memory; `mesh` has the groups of such a model. `seed_ranks` makes ranks draw
+the same tokens, `disable` undoes `enable`, and a `TreeCache` is the cache that `generate` makes.
+
 Works with transformers 5.5 and later; tested with 5.17, 5.23 and 5.24.
 """
 

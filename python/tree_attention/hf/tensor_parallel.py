@@ -84,6 +84,15 @@ def from_pretrained(
         ExchangeError: another rank raised one of these, was lost, or has another checkpoint, dtype
             or weights.
 
+    For example::
+
+        from tree_attention import hf
+
+        # One process; with several, after torch.distributed.init_process_group, each rank loads
+        # its own part.
+        model = hf.from_pretrained("examples/passkey-llama")
+        print(hf.mesh(model).tensor_parallel_size, model.config.model_type)  # 1 llama
+
     Source: Helix parallelism (arXiv:2507.07120).
     """
     timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
@@ -139,6 +148,15 @@ def parallelize(
         TypeError: the model is none of transformers, or tensor_parallel_size is no integer.
         ValueError: tensor_parallel_size is out of range, or the model cannot be, or is, split.
         ExchangeError: a rank was lost, or ranks have other models or sizes.
+
+    For example::
+
+        from transformers import AutoModelForCausalLM
+        from tree_attention import hf
+
+        model = AutoModelForCausalLM.from_pretrained("examples/passkey-llama")  # on every rank
+        model = hf.enable(hf.parallelize(model))
+        print(model.config._attn_implementation)  # tree_attention
 
     Source: Helix parallelism (arXiv:2507.07120).
     """

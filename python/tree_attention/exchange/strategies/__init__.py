@@ -90,6 +90,12 @@ def strategies() -> tuple[str, ...]:
     """The names that `strategy` takes besides "auto", in any process group.
 
     Where the GPUs of all ranks reach one another's memory it also takes "one_shot".
+
+    For example::
+
+        from tree_attention import strategies
+
+        print("two_phase" in strategies())  # True
     """
     return tuple(name for name, strategy in STRATEGIES.items() if strategy.set_up is None)
 
