@@ -17,16 +17,20 @@ from mkdocs.structure.pages import Page
 
 from benchmarks.pictures import PICTURES
 from estimate import filled
-from signatures import MODULES, as_markdown, public
+from signatures import MODULES, as_markdown, in_order_of_use
+from tree_attention import __version__
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = "benchmarks/results"
 ASSETS = ("site.css", "iframe-worker.js")
-ESTIMATE, NOTEBOOK = "docs/estimate.html", "examples/two_ranks"
+ESTIMATE, NOTEBOOK = "docs/estimate", "examples/two_ranks"
 # The other methods of a communicator are for the exchange itself.
 METHODS = "all_merge_states, all_reduce, all_gather, check"
 OPTIONS = {"Communicator": f"    options: {{members: [{METHODS}]}}\n"}
+_COMMANDS = re.compile(r'<div class="language-sh .*?</div>', re.DOTALL)
+# Browsers break lines after a hyphen, of which options have many. An element is left as it is.
+_WORD = re.compile(r"<[^>]*>|[^\s<>]+")
 _FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -59,7 +63,7 @@ def reference(name: str) -> str:
     """Return the page of a module's public names."""
     path = f"tree_attention{name}"
     module = importlib.import_module(path)
-    entries = "".join(f"\n::: {path}.{x}\n{OPTIONS.get(x, '')}" for x in public(module))
+    entries = "".join(f"\n::: {path}.{x}\n{OPTIONS.get(x, '')}" for x in in_order_of_use(module))
     return f"# {path}\n\n{as_markdown(inspect.getdoc(module))}\n{entries}"
 
 
@@ -81,9 +85,11 @@ def results_index() -> str:
 def on_config(config: MkDocsConfig) -> None:
     config.theme.static_templates.clear()  # the error page and the site map of a server
     folders = {
-        "api": [f"api/tree_attention{name}.md" for name in MODULES],
-        RESULTS: [f"{RESULTS}/index.md", *({x: path} for x, path in results().items())],
+        "api": [{name[1:] or "tree_attention": f"api/tree_attention{name}.md"} for name in MODULES],
+        RESULTS: [{"All": f"{RESULTS}/index.md"}, *({Path(x).stem: x} for x in results().values())],
     }
+    config.extra |= {"release": __version__, "licence": "BSD 3-Clause"}
+    config.copyright = f"tree_attention {__version__}, BSD 3-Clause"
 
     def placed(entry: dict) -> dict:
         ((title, content),) = entry.items()
@@ -102,7 +108,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made |= {f"api/tree_attention{name}.md": reference(name) for name in MODULES}
     made[f"{RESULTS}/index.md"] = results_index()
     made[f"{NOTEBOOK}.md"] = as_page(json.loads((ROOT / f"{NOTEBOOK}.ipynb").read_text()))
-    made[ESTIMATE] = filled((ROOT / ESTIMATE).read_text())
+    made[f"{ESTIMATE}.md"] = "# Estimate\n"
     return Files([*kept, *(File.generated(config, x, content=text) for x, text in made.items())])
 
 
@@ -111,7 +117,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(match: re.Match) -> str:
         text, path, anchor = match[1], match[2], match[3] or ""
-        path = path.replace(".ipynb", ".md")
+        path = path.replace(".ipynb", ".md").replace("estimate.html", "estimate.md")
         target = normpath(join(dirname(page.file.src_uri), path))
         for name in (target, f"{target}/README.md", f"{target}/index.md"):
             if files.get_file_from_path(name):
@@ -135,14 +141,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(parts)
 
 
-_first_sentences = {ESTIMATE: "Bytes, milliseconds and messages of a model on several hosts."}
+_first_sentences: dict[str, str] = {}
 
 
-def on_page_content(html: str, page: Page, **_: object) -> None:
+def kept_whole(word: re.Match[str]) -> str:
+    is_broken = "-" in word[0] and not word[0].startswith("<")
+    return f'<span class="word">{word[0]}</span>' if is_broken else word[0]
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    if page.url == f"{ESTIMATE}.html":
+        html += filled((ROOT / f"{ESTIMATE}.html").read_text())
+    html = _COMMANDS.sub(lambda block: _WORD.sub(kept_whole, block[0]), html)
     text = re.sub(r"<h1.*?</h1>|<pre.*?</pre>", "", html, flags=re.DOTALL)
     first = re.search(r"<p>(.*?)</p>", text, re.DOTALL)
     words = " ".join(re.sub(r"<[^>]*>", "", first[1]).split()) if first else ""
     _first_sentences[page.url] = re.split(r"(?<=[.!?]) ", unescape(words))[0]
+    return html
 
 
 _pages: list[Page] = []

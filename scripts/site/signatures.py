@@ -22,6 +22,20 @@ def public(module: ModuleType) -> list[str]:
     return [name for name in module.__all__ if not name.startswith("__")]
 
 
+def in_order_of_use(module: ModuleType) -> list[str]:
+    """Return functions, classes and exceptions, each as the module's docstring names them."""
+    text = inspect.getdoc(module) or ""
+
+    def place(name: str) -> tuple[int, int, str]:
+        thing = getattr(module, name)
+        is_class = inspect.isclass(thing)
+        kind = is_class + (is_class and issubclass(thing, Exception)) if callable(thing) else 3
+        named = re.search(rf"\b{name}\b", text)
+        return kind, named.start() if named else len(text), name
+
+    return sorted(public(module), key=place)
+
+
 def as_markdown(text: str) -> str:
     """Fence the examples of a docstring, and keep its source a sentence."""
 

@@ -72,7 +72,7 @@ def test_page_computes_what_the_planner_does(tmp_path: Path) -> None:
     assert not re.search(r"https?:|@import|src=", page.partition("<script id")[0])
     script = f"JSON.stringify({json.dumps(asked)}.map(estimate))"
     script = f"<pre></pre><script>document.querySelector('pre').textContent = {script};</script>"
-    (tmp_path / "page.html").write_text(page.replace("</body>", f"{script}</body>"))
+    (tmp_path / "page.html").write_text(f"<!doctype html><meta charset=utf-8>{page}{script}")
     dom, errors = console_of(f"file://{tmp_path}/page.html")
     assert not errors
     found = json.loads(re.search(r"<pre>(.*)</pre>", dom, re.DOTALL)[1])
@@ -82,7 +82,7 @@ def test_page_computes_what_the_planner_does(tmp_path: Path) -> None:
     assert not [x for x in zip(asked, found, wanted, strict=True) if not same(x[1], x[2])]
     # What it shows first is the first example of docs/planning.md.
     words = " ".join(re.sub(r"<[^>]*>", " ", dom.partition('<script id="tables"')[0]).split())
-    assert "Fastest: cache and weights, largest T, 16.1 ms a token with 31.1 GB" in words
+    assert "Fastest: cache and weights, largest T, 16.1 ms per new token with 31.1 GB" in words
     assert all(f"{name} :" in words for name in ("tree", "pass-Q", "ring"))
 
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from benchmarks.pictures import PICTURES
-from browser import console_of, needs_browser
+from browser import console_of, needs_browser, on_a_phone
 
 pytest.importorskip("mkdocs", reason="the site is built where Python >= 3.11 is")
 ROOT = Path(__file__).parents[2]
@@ -102,6 +102,62 @@ def test_every_picture_is_on_a_page(site: Site) -> None:
     for name, picture in PICTURES.items():
         for results in picture.results:
             assert f"docs/{name}" in site.html[site.folder / f"benchmarks/results/{results}.html"]
+
+
+def headings_of(site: Site, module: str) -> list[str]:
+    html = (site.folder / f"api/{module}.html").read_text()
+    found = re.findall(rf'<h2 id="{re.escape(module)}\.(\w+)"', html)
+    assert found
+    return found
+
+
+def test_the_reference_begins_with_what_is_called_first(site: Site) -> None:
+    names = headings_of(site, "tree_attention")
+    assert names[:3] == ["lean_decode", "all_merge_states", "tree_decode"]
+    assert names[-1] == "ExchangeError"
+    package = importlib.import_module("tree_attention")
+    kinds = [inspect.isclass(getattr(package, x)) for x in names]
+    assert kinds == sorted(kinds) and 0 < sum(kinds) < len(kinds)
+    assert headings_of(site, "tree_attention.hf")[:2] == ["from_pretrained", "enable"]
+
+
+def test_every_page_shows_version_and_licence_and_the_menu_is_short(site: Site) -> None:
+    version = importlib.import_module("tree_attention").__version__
+    for html in site.html.values():
+        header = html.partition("<header")[2].partition("</header>")[0]
+        assert re.search(rf'CHANGELOG.html">{re.escape(version)}</a> BSD 3-Clause', header)
+    titles = re.findall(r"^- \[([^\]]+)\]", (site.folder / "llms.txt").read_text(), re.M)
+    assert len(titles) > 60 and max(map(len, titles)) <= 32, max(titles, key=len)
+
+
+# What is wider than its place: lines of commands, what cannot be scrolled, what fades where it goes
+# on; and widths of the page, of its pictures and of the table of costs.
+WIDE = """(() => {
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const wide = (selector) => all(selector).filter((x) => x.scrollWidth > x.clientWidth);
+  const places = ".md-typeset pre > code, .md-typeset__scrollwrap, .md-typeset p";
+  return {
+    page: document.documentElement.scrollWidth,
+    commands: wide(".language-sh code").length,
+    hidden: wide(places).filter((x) => getComputedStyle(x).overflowX !== "auto").length,
+    fading: wide(places).filter((x) => getComputedStyle(x).maskImage !== "none").length,
+    pictures: all(".md-typeset img").map((x) => x.clientWidth),
+    costs: Math.max(0, ...all(".costs td, .costs th").map((x) => x.getBoundingClientRect().right)),
+  };
+})()"""
+
+
+@needs_browser
+@pytest.mark.parametrize("page", ["index", "docs/two_servers", "docs/measured", "docs/estimate"])
+def test_a_phone_shows_all_or_that_there_is_more(site: Site, page: str, tmp_path: Path) -> None:
+    found = on_a_phone(site.folder / f"{page}.html", WIDE, tmp_path)
+    assert found["page"] <= 390 and found["commands"] == found["hidden"] == 0
+    if page == "docs/estimate":
+        assert 300 < found["costs"] <= 390
+    else:
+        assert found["fading"] > 0
+    if page == "index":
+        assert len(found["pictures"]) == 3 and min(found["pictures"]) > 700
 
 
 def entry_of(site: Site, module: str, name: str) -> str:
