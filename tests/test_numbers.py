@@ -26,6 +26,7 @@ from tree_attention import (
     append_kv,
     lean_decode,
     lean_schedule,
+    merge_states,
     patterns,
     positions,
     ring_decode,
@@ -285,6 +286,7 @@ def test_integers_that_no_tensor_holds(number: int) -> None:
     """Python itself refuses to write the last one."""
     for call, error in (
         (lambda: lean_decode(*QKV, num_workers=number), "lean_decode: num_workers must be .*, got"),
+        (lambda: lean_schedule(TILES, number), "lean_schedule: num_workers must be .*, got"),
         (
             lambda: lean_decode(*QKV, key_layout=(number, 1, 1)),
             "_decode: key_layout must be .* got",
@@ -312,3 +314,14 @@ def test_lists_without_an_axis_of_numbers(value: Any) -> None:
     ) as caught:
         WORLD.all_gather(torch.ones(2), value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_dtype_is_one_of_torch() -> None:
+    parts = QKV[0][None], torch.zeros(1, *QKV[0].shape[:-1])
+    for op, call in (
+        ("lean_decode", lambda: lean_decode(*QKV, out_dtype="float32")),  # type: ignore[arg-type]
+        ("merge_states", lambda: merge_states(*parts, out_dtype="float32")),  # type: ignore[arg-type]
+    ):
+        message = rf"^{op}: out_dtype must be a torch\.dtype or None, got .float32.$"
+        with pytest.raises(TypeError, match=message):
+            call()

@@ -25,7 +25,7 @@ from tree_attention import (
 
 from . import model, overlaps, spoils
 from .cases import DTYPES, SURROUNDINGS, Case, draw_problem, surroundings
-from .outcome import attempt, check_error
+from .outcome import OF_ARGUMENTS, attempt, check_error
 
 DECODERS: dict[str, Callable[..., Any]] = {
     "lean_decode": lean_decode,
@@ -80,7 +80,7 @@ def _decode(rng: Random) -> str:
     with surroundings(around):
         if spoil is not None and not is_right(spoil, around):
             outcome = attempt(call_decoder, op, spoil.apply(arguments), **more)
-            return f"{spoil}: {outcome.refusal((op, 'lean_decode', spoil.argument))}"
+            return f"{spoil}: {outcome.refusal((op, 'lean_decode', spoil.argument), spoil.errors)}"
         arguments = arguments if spoil is None else spoil.apply(arguments)
         found = attempt(call_decoder, op, arguments, **more).result()
     model.check_attention(found, model.attention(problem), problem, out_dtype or problem.q.dtype)
@@ -150,7 +150,7 @@ def _merge(rng: Random) -> str:
     with surroundings(around):
         if wrong and not is_right(spoil, around):
             outcome = attempt(call, **spoil.apply(arguments))
-            return f"{spoil}: {outcome.refusal((op, 'merge_states', spoil.argument))}"
+            return f"{spoil}: {outcome.refusal((op, 'merge_states', spoil.argument), spoil.errors)}"
         found = attempt(call, **arguments, out_dtype=out_dtype).result()
     assert found[0].dtype == out_dtype
     check_merged(found, (o, lse), dtype, out_dtype)
@@ -170,7 +170,7 @@ def _reduce(rng: Random) -> str:
             return model.bits(found)
         outcome = attempt(comm.all_reduce, **spoil.apply({"x": x}))
     if outcome.error is not None:
-        check_error(outcome.error, ("all_reduce", spoil.argument))
+        check_error(outcome.error, ("all_reduce", spoil.argument), spoil.errors)
     # A world of one returns its own part, wherever it is; there it is the right result.
     assert outcome.error is not None or spoil.what in ("sparse", "on meta"), f"accepted {spoil}"
     return f"{spoil}: {outcome.error}"
@@ -187,7 +187,7 @@ def _schedule(rng: Random) -> str:
     ]  # fmt: skip
     if rng.random() < 0.5:
         outcome = attempt(lean_schedule, *rng.choice(wrong))
-        return outcome.refusal(("lean_schedule",))
+        return outcome.refusal(("lean_schedule",), OF_ARGUMENTS)
     with surroundings(rng.choice(SURROUNDINGS)):
         table = attempt(lean_schedule, tiles, num_workers).result().tolist()
     walked = [(output, tile) for _, output, a, b in table for tile in range(a, b)]

@@ -11,6 +11,7 @@ from typing import Any
 
 from tree_attention import ExchangeError
 
+OF_ARGUMENTS = (ValueError, TypeError)
 DOCUMENTED = (ValueError, TypeError, RuntimeError, NotImplementedError, ExchangeError)
 # Seconds after its deadline in which a call must have ended, on a machine with other work.
 SLACK = 5.0

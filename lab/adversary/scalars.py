@@ -32,7 +32,7 @@ from tree_attention import (
 
 from . import model
 from .cases import Case
-from .outcome import attempt
+from .outcome import OF_ARGUMENTS, attempt
 from .places import Place
 
 Use = Callable[[], Any]  # the result, as something that compares
@@ -253,7 +253,7 @@ def play_of(arguments: dict[str, Argument], rng: Random, here: Place) -> str:
         expected = attempt(argument.make(expected_of, here)).result()
         outcome = attempt(argument.make, number, here)
         if outcome.error is not None:
-            outcome.refusal(argument.names)
+            outcome.refusal(argument.names, OF_ARGUMENTS)
             here.probe()
             return "refused"
         _spoil(number)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .outcome import OF_ARGUMENTS
+
 Arguments = dict[str, Any]
 NAN, INF = math.nan, math.inf
 
@@ -29,6 +31,10 @@ class Spoil:
 
     def apply(self, arguments: Arguments) -> Arguments:
         return arguments | {self.argument: self.value(arguments)}
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        return (RuntimeError,) if self.what == "gradient" else OF_ARGUMENTS
 
     def __str__(self) -> str:
         return f"{self.argument}: {self.what}"

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from . import _loader
-from ._numbers import boolean, integer
+from ._numbers import boolean, integer, shown
 from .options import (
     TENSOR_OPTIONS,
     AttentionOptions,
@@ -116,6 +116,7 @@ def lean_decode(
         _lean_decode_out(q, k, v, key_ranges, out_dtype=out_dtype, o=o, lse=lse, **options)
         return out
     except (RuntimeError, TypeError, ValueError):
+        _check_dtype("lean_decode", out_dtype)
         outputs = {} if out is None else {"o": out[0], "lse": out[1]}
         _check_kinds(q, k, v, options, key_ranges=key_ranges, **outputs)
         raise
@@ -135,8 +136,15 @@ def check_decode(
     try:
         _check_decode(q, k, v, key_ranges, out_dtype=out_dtype, **options)
     except (RuntimeError, TypeError, ValueError):
+        _check_dtype("lean_decode", out_dtype)
         _check_kinds(q, k, v, options, key_ranges=key_ranges)
         raise
+
+
+def _check_dtype(op: str, out_dtype: object) -> None:
+    """Raises TypeError, where torch's parser raises RuntimeError."""
+    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
+        raise TypeError(f"{op}: out_dtype must be a torch.dtype or None, got {shown(out_dtype)}")
 
 
 def _check_kinds(
@@ -199,6 +207,7 @@ def merge_states(
     Source: the fix-up of LeanAttention section IV-A; Tree Attention, Algorithm 3.
     """
     check_tensors("merge_states", o_parts=o_parts, lse_parts=lse_parts)
+    _check_dtype("merge_states", out_dtype)
     if out is None:
         result: tuple[Tensor, Tensor] = _merge_states(o_parts, lse_parts, out_dtype=out_dtype)
         return result
@@ -303,7 +312,7 @@ def lean_schedule(num_tiles: Tensor, num_workers: int) -> Tensor:
     Source: LeanAttention, Algorithm 4, with its index arithmetic corrected.
     """
     check_tensors("lean_schedule", num_tiles=num_tiles)
-    num_workers = integer("lean_schedule", "num_workers", num_workers)
+    num_workers = integer("lean_schedule", "num_workers", num_workers, 1, (1 << 63) - 1)
     table: Tensor = _ops.lean_schedule.default(num_tiles, num_workers)
     return table
 

@@ -85,7 +85,10 @@ SCHEDULE = {
         "num_tiles must have shape [outputs], got [2, 2]",
     ),
     "dtype": (lambda: lean_schedule(int64(2), 3), "num_tiles must be int32, got int64"),
-    "workers": (lambda: lean_schedule(int32(2), 0), "num_workers must be at least 1, got 0"),
+    "workers": (
+        lambda: torch.ops.tree_attention.lean_schedule(int32(2), 0),
+        "num_workers must be at least 1, got 0",
+    ),
     "line times workers": (
         lambda: lean_schedule(torch.tensor([2, 2]).int(), 2**62),
         "num_workers times the sum of num_tiles must be below 2^63, got 4611686018427387904 and 4",
