@@ -109,7 +109,7 @@ def lose_many_weights(directory: Path) -> None:
         (name_the_last_token, "eos_token_id of its defaults of generation must be the number of"),
         (remove_the_weights, "does not load: "),
         (remove_everything, "--model takes a directory with config.json, *.safetensors and a tok"),
-        (remove_everything, "`hf download NAME --local-dir DIR` makes one of what"),
+        (remove_everything, "`hf download NAME --local-dir DIR` makes one from the model"),
         (lose_weights, f"random numbers: {WEIGHT.format(0)}, {WEIGHT.format(1)}; copy or download"),
         (lose_many_weights, "model.layers.0.mlp.up_proj.weight and 11 more; copy or download"),
     ],

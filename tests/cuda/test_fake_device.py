@@ -29,8 +29,8 @@ pytest.importorskip("transformers")
 
 from hf_models import make_model, make_prompts
 from tree_attention import hf
-from tree_attention.hf import CACHE_NAME, attention
-from tree_attention.hf.cache import window
+from tree_attention.hf import CACHE_NAME
+from tree_attention.hf.cache import shard, window
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_cuda_ranks.py and test_cuda_huggingface.py do it there"
@@ -166,7 +166,7 @@ def step_of_fixed_size(rank: int, world_size: int, name: str) -> None:
     ids, mask = prompts["input_ids"], torch.ones(3, 60, dtype=torch.int64)
     mask[:, : ids.shape[1]] = prompts["attention_mask"]
     layout = BlockCyclic(world_size, 4)
-    attend = mock.patch.object(attention, "tree_decode", on_own_keys)
+    attend = mock.patch.object(shard, "tree_decode", on_own_keys)
     with fake_cuda(), attend, mock.patch.multiple(window, MARGIN=6, STEP=4):
         model, ids, mask = model.to("cuda"), ids.to("cuda"), mask.to("cuda")
         cache = hf.TreeCache(model.config, layout=layout, max_length=60)

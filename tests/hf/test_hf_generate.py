@@ -22,6 +22,7 @@ from generations import nan_in_new_memory
 from hf_models import CONFIGS, PAD, VOCAB_SIZE, make_model, make_prompts
 from tree_attention import BlockCyclic, ContiguousThenCyclic, ShardLayout, hf
 from tree_attention.hf import CACHE_NAME, attention
+from tree_attention.hf.cache import shard
 
 NUM_TOKENS = 24
 GREEDY = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
@@ -161,7 +162,7 @@ def test_options_of_enable(name: str) -> None:
 def _small_messages(rank: int, world_size: int, tokens: Tensor) -> None:
     model = hf.enable(_model_to_enable("llama"), layout=_layout(world_size))
     num_queries: list[int] = []
-    tree_decode = attention.tree_decode
+    tree_decode = shard.tree_decode
 
     def recording(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         num_queries.append(q.shape[2])
@@ -170,7 +171,7 @@ def _small_messages(rank: int, world_size: int, tokens: Tensor) -> None:
     limit = 10 * 4 * 3 * 8 * (8 + 1)  # ten queries of the batch
     with (
         mock.patch.object(attention, "_MAX_STATE_BYTES", limit),
-        mock.patch.object(attention, "tree_decode", recording),
+        mock.patch.object(shard, "tree_decode", recording),
     ):
         assert torch.equal(model.generate(**make_prompts(), **GREEDY), tokens)
     assert num_queries[:4] == [10, 10, 10, 7]
