@@ -251,8 +251,8 @@ DECODE_CASES = (
     ),
     DecodeCase(
         "several query tokens",
-        "each query has bounds of its own in every shard, the number of the shard's slots below "
-        "its position; the last queries of a shard's own length are others",
+        "in every shard each query sees the shard's slots below its own position; a mask that "
+        "counts back from the end of the shard shows it others",
         seq_lens=(37, 300, 6),
         seqlen_q=5,
     ),
