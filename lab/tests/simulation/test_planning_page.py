@@ -13,7 +13,8 @@ from tree_attention.__main__ import main
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/planning.md").read_text()
 README = (ROOT / "README.md").read_text()
-LINES = re.findall(r"^python -m tree_attention (plan [^#\n]*)", PAGE + README, re.MULTILINE)
+WHOLE_LINES = (PAGE + README).replace("\\\n", "")
+LINES = re.findall(r"^python -m tree_attention (plan [^#\n]*)", WHOLE_LINES, re.MULTILINE)
 
 
 def test_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
