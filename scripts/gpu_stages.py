@@ -111,8 +111,8 @@ GATE = pytest(
     "gate", 60, "-k", "test_kernel and bfloat16 and d128 and not int8 and not float8 and not emul",
     *SMOKE, needs=("a GPU", "build"),
 )  # fmt: skip
-# What failed on a GPU and was mended since.
-MENDED = (
+# Tests of what failed on a GPU and was corrected since.
+CORRECTED = (
     "latents and (test_kernel or test_path) and not emul or test_long_contexts and 128k and float32"
 )
 
@@ -126,7 +126,7 @@ STAGES: Steps = (
     (GATE,),
     # Nothing is timed yet.
     (
-        pytest("mended", 90, "-k", MENDED, *SMOKE, *NUMERICS),
+        pytest("corrected", 90, "-k", CORRECTED, *SMOKE, *NUMERICS),
         Stage("lost_device", 100, LOST_DEVICE),
         Stage("peers", 100, PEERS_ALONE),
     ),

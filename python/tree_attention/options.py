@@ -94,8 +94,8 @@ class AttentionOptions(TypedDict, total=False):
 
 _MAX_WORKERS = (1 << 31) - 1
 _CLOSE = 0.75  # of two names, by difflib's ratio, of which one may be a slip of the other
-# What callers know from other libraries: the arguments by what to say of them, by kind of function.
-# Those that a function has are not looked up.
+# Arguments that callers know from other libraries, with the hint for each, by kind of function.
+# An argument that the function has is not looked up here.
 _HUB = "give the directory that huggingface_hub.snapshot_download, which has it, returns"
 _TRANSFORMERS = "transformers has it: load the model with that, and call parallelize(model)"
 _READ_ANYHOW = "leave it out: each rank reads its parts of safetensors files, and nothing else"

@@ -127,12 +127,13 @@ def test_peers_are_in_every_program_that_takes_them(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_file_of_gpu_tests_is_in_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the gate's, what was mended's and those of graphs, which several stages share."""
+    """But for those of the gate, of what was corrected, and of graphs, which several stages
+    share."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from gpu_check import GRACE, SECONDS, STAGES
 
     assert SECONDS + 2 * GRACE < 600  # with what ends and is killed beside a call's own time
-    stages = [stage for step in STAGES for stage in step if stage.name not in ("gate", "mended")]
+    stages = [stage for step in STAGES for stage in step if stage.name not in ("gate", "corrected")]
     run = Counter(x for stage in stages for x in stage.command if x.startswith("tests/"))
     run["tests/cuda/test_cuda_graphs.py"] -= 2
     files = gpu_tests_by_file().keys() - {"tests/project/test_packaging.py"}  # without a GPU

@@ -245,7 +245,7 @@ def test_a_hub_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _different(rank: int, world_size: int, paths: list[Path]) -> None:
-    with pytest.raises(ExchangeError, match="digest of the whole weights"):
+    with pytest.raises(ExchangeError, match="digest of all weights"):
         hf.from_pretrained(paths[rank])
     weights, dtype = ("int8", "int4")[rank], (torch.bfloat16, None)[rank]
     with pytest.raises(ExchangeError, match="weights is int4 on rank 1, int8 on rank 0"):
@@ -263,7 +263,7 @@ def _different(rank: int, world_size: int, paths: list[Path]) -> None:
     model = make_model("llama")
     if rank == 1:
         model.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] += 1
-    with pytest.raises(ExchangeError, match="digest of the whole weights"):
+    with pytest.raises(ExchangeError, match="digest of all weights"):
         hf.parallelize(model)
     with pytest.raises(ExchangeError, match="tensor_parallel_size is 2 on rank 1"):
         hf.parallelize(model, tensor_parallel_size=rank + 1)

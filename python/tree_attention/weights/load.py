@@ -33,7 +33,7 @@ from .split import attach, set_tensor, split
 from .whole import check_model
 
 # The field by which ranks compare the weights that they have.
-DIGEST = "digest of the whole weights"
+DIGEST = "digest of all weights"
 # Dtypes of weights by the names that callers of `from_pretrained` may give.
 _DTYPES = {
     "auto": None,

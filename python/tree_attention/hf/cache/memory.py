@@ -30,7 +30,7 @@ class Need(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Of one token of a sequence in all these layers."""
+        """The bytes that one token of a sequence takes in all these layers."""
         rows = (x.itemsize * x.shape[1] * math.prod(x.shape[3:]) for x in self.buffers.values())
         return self.num_layers * sum(rows)
 
@@ -92,7 +92,7 @@ def free_bytes(device: torch.device) -> int | None:
         found.append(sum(int(lines[x].split()[0]) << 10 for x in ("MemAvailable", "SwapFree")))
     with suppress(OSError, ValueError, IndexError):
         pages = Path("/proc/self/statm").read_text().split()
-        # Of all mappings, and of data and stacks.
+        # The first limit counts the pages of all mappings, the second those of data and stacks.
         for limit, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
             most, _ = resource.getrlimit(limit)
             if most != resource.RLIM_INFINITY:

@@ -97,7 +97,7 @@ class Shard:
 
     def most(self, length: int) -> int:
         """A bound on the number of slots that this rank keeps of any run of `length`."""
-        # Of blocks that the ranks get in turn, the first rank has the most. Other layouts may give
+        # Where ranks get blocks in turn, the first rank has the most slots. Other layouts may give
         # a rank the whole run.
         return self.layout.count(0, length) if isinstance(self.layout, BlockCyclic) else length
 
