@@ -64,6 +64,7 @@ def test_a_rank_that_never_comes(checkpoint: Path, present: int, sentence: str) 
     assert_one_sentence(ended)
 
 
+@pytest.mark.deep
 def test_a_rank_lost_while_it_loads(checkpoint: Path) -> None:
     """The first agreement waits for as long as --timeout says, whatever the library's default."""
     arguments = generate(checkpoint, *ENDLESS, "--timeout", "3")

@@ -101,6 +101,7 @@ def test_ranks_of_its_own(
     assert (content["world_size"], content["seed"]) == (2, 5)
 
 
+@pytest.mark.deep
 def test_an_error_of_ranks_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
     """Found when the model is there, on both ranks, and said once, at the end."""
     model = "--model", str(checkpoint), "--max-new-tokens", "9999", "--prompt", "abc"

@@ -35,6 +35,7 @@ def run(model: Path, *arguments: str) -> list[str]:
     return ["generate", "--model", str(model), "--prompt", "abc", *arguments]
 
 
+@pytest.mark.deep
 def test_other_defaults_count_for_nothing(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

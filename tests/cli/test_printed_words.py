@@ -116,6 +116,7 @@ def test_a_plan_names_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert any(word in line for line in capsys.readouterr().out.splitlines())
 
 
+@pytest.mark.deep
 def test_words_that_the_terminal_has_no_characters_for(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     transformers.LlamaConfig().save_pretrained(tmp_path / "ä")

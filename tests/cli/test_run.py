@@ -16,6 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import tree_attention
+from tiers import tiers
 from tree_attention.__main__ import main
 from tree_attention.cli import run
 from tree_attention.cli.rank import LAUNCHER
@@ -140,15 +141,19 @@ def test_a_module(program: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("what", "status", "last"),
-    [
-        ("fail", 1, "rank 1 of 2: ValueError: no such sky"),
-        ("all fail", 1, "rank 1 of 2: ValueError: no such sky"),
-        ("of several lines", 1, "rank 1 of 2: ValueError: no such sky"),
-        ("exit", 3, "rank 1 of 2 ended with exit status 3"),
-        ("words", 1, "rank 1 of 2: no room for 3 keys"),
-        ("of no name", 168, "rank 1 of 2 was ended by signal 40"),
-        ("killed", 137, "rank 1 of 2 was ended by SIGKILL, as the system does where memory runs"),
-    ],
+    tiers(
+        [
+            ("fail", 1, "rank 1 of 2: ValueError: no such sky"),
+            ("exit", 3, "rank 1 of 2 ended with exit status 3"),
+            ("killed", 137, "rank 1 of 2 was ended by SIGKILL, as the system does where memory ru"),
+        ],
+        [
+            ("all fail", 1, "rank 1 of 2: ValueError: no such sky"),
+            ("of several lines", 1, "rank 1 of 2: ValueError: no such sky"),
+            ("words", 1, "rank 1 of 2: no room for 3 keys"),
+            ("of no name", 168, "rank 1 of 2 was ended by signal 40"),
+        ],
+    ),
 )
 def test_the_first_error_is_the_last_sentence(
     program: Path, what: str, status: int, last: str

@@ -284,5 +284,6 @@ def stall_behind_a_ring(rank: int, world_size: int) -> None:
     assert seconds < TIMEOUT + SLACK
 
 
+@pytest.mark.deep
 def test_a_call_behind_a_ring_of_queries_has_its_own_timeout() -> None:
     run_ranks(stall_behind_a_ring, 2, fresh=True)

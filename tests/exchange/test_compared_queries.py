@@ -221,6 +221,6 @@ def lose_a_rank(rank: int, world_size: int, how: str, lost: int) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "stop"])
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", tiers([0], [1]))
 def test_a_rank_is_lost_while_queries_are_compared(how: str, lost: int) -> None:
     run_ranks(lose_a_rank, 3, how, lost, lost=[lost])

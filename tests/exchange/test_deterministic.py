@@ -59,7 +59,7 @@ def decode_shards(rank: int, world_size: int, case: str, threads: int):
     return cyclic
 
 
-@pytest.mark.parametrize("case", tiers_of(CASES, quick=["bf16 causal", "fp32 ragged", "int8"]))
+@pytest.mark.parametrize("case", tiers_of(CASES, quick=["fp32 ragged", "int8"]))
 def test_same_bits_for_every_world_and_thread_count(case: str) -> None:
     expected = decode(make_case(case), BlockCyclic(1, 64), 0)
     for world_size, threads in ((1, 3), (2, 2), (3, 1), (7, 1)):

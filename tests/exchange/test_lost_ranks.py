@@ -121,13 +121,13 @@ def lose_one_after_another(rank: int, world_size: int, kind: str) -> None:
     assert_nothing_left(before)
 
 
-@pytest.mark.parametrize("kind", tiers_of(KINDS, quick=("all_gather", "butterfly", "ring")))
+@pytest.mark.parametrize("kind", tiers_of(KINDS, quick=("all_gather",)))
 def test_killed_ranks(kind: str) -> None:
     """Worlds of 5, 4, 3 and 2, of the same processes."""
     run_ranks(lose_one_after_another, 5, kind, lost=[1, 2, 3, 4])
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "two_phase"])
+@pytest.mark.parametrize("kind", tiers(["two_phase"], ["all_gather"]))
 def test_killed_ranks_of_other_nodes(kind: str) -> None:
     run_ranks(lose_one_after_another, 5, kind, lost=[1, 2, 3, 4], direct=False)
 

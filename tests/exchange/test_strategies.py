@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits
-from tiers import tiers
+from tiers import by_world, tiers
 from tree_attention import ExchangeError, merge_states, strategies
 from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.strategies import STRATEGIES
@@ -301,7 +301,7 @@ def test_butterfly_follows_the_canonical_order(world_size: int) -> None:
     assert held == [(0, world_size)] * world_size
 
 
-@pytest.mark.parametrize("world_size", [3, 6])
+@by_world([3], [6])
 @on_ranks(fresh=True)
 def test_debugging_mode_of_torch(rank: int, world_size: int) -> None:
     """It compares what ranks do, and counts messages although ranks send different numbers."""

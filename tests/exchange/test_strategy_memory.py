@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from distributed import on_ranks, run_ranks, through_the_group
 from test_strategies import BF16, CANONICAL
+from tiers import tiers_of
 from tree_attention import merge_states, ring_decode, ring_pass_q_decode, strategies
 from tree_attention.exchange import MAX_KEPT_BYTES, Communicator
 
@@ -121,7 +122,7 @@ SLACK = 24 << 20  # what the allocator keeps
 KINDS = (*strategies(), "ring", "ring of queries", "all_reduce", "all_gather")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers_of(KINDS, quick=("two_phase", "ring of queries")))
 def test_a_large_call_leaves_little_behind(kind: str) -> None:
     run_ranks(large_then_small, 2, kind, fresh=True)
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from distributed import on_ranks, run_ranks
 from faults import AMPLE
+from tiers import tiers
 from tree_attention import (
     Communicator,
     ExchangeError,
@@ -473,7 +474,7 @@ assert compute(3)
 """
 
 
-@pytest.mark.parametrize("before", ["nothing", "torch", "ours", "another thread"])
+@pytest.mark.parametrize("before", tiers(["ours"], ["nothing", "torch", "another thread"]))
 def test_loops_of_a_forked_child_have_threads_of_its_own(before: str) -> None:
     """Whatever the parent ran before: OpenMP's threads, if it has some, stayed with it."""
     subprocess.run([sys.executable, "-c", CHILDREN, before], check=True, timeout=240)

@@ -72,6 +72,7 @@ WAYS = (
 )
 
 
+@pytest.mark.deep
 def test_a_limit_of_memory() -> None:
     found = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -167,8 +167,9 @@ TABLE: dict[str, Row] = {
     "prompts, families": Row(_by(8, [*SPLIT_PROMPTS])[:1], _by_any_owner, quick=(2,)),
     "prompts, all families": Row(_by(8, [*SPLIT_PROMPTS])[1:], _by_any_owner, deep=(2,)),
     "prompts, operations": Row([["llama"]], _in_blocks, (3,), (1, 2, 4), ALL_OPERATIONS),
-    "prompts, kept": Row([["llama"]], _in_any_layout, (3,), (1, 2, 4), ("kept",)),
-    "weights": Row(_by(1, UNEVEN), _split_checkpoints, (2,), (1, 3, 4), ("chunks", "even")),
+    "prompts, kept": Row([["llama"]], _in_any_layout, (), (1, 2, 3, 4), ("kept",)),
+    "weights": Row(_by(1, UNEVEN), _split_checkpoints, (), (1, 2, 3, 4), ("chunks", "even")),
+    "weights, uneven": Row([UNEVEN], _split_checkpoints, quick=(2,)),
     "weights, families": Row([QUICK], _split_weights, (2,), (1,)),
     "weights, all families": Row(_by(9, SPLIT_WEIGHTS), _split_weights, deep=(3, 4)),
     "checkpoints": Row([[x for x in QUICK if x in PUBLISHED]], _most_tensor_ranks, (2,)),
@@ -204,7 +205,7 @@ TABLE: dict[str, Row] = {
         num_tokens=20, small_windows=True,
     ),
     "kept": Row(
-        [["llama", "gemma2", "deepseek"]], _by_rows, quick=((2, 1, 3), (3, 2, 1)),
+        [["llama", "gemma2", "deepseek"]], _by_rows, ((3, 2, 1),), ((2, 1, 3),),
         operations=("kept",), caches=("growing", "fixed"), num_tokens=20, small_windows=True,
     ),
     "kept, 8 bits": Row(

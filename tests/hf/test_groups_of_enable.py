@@ -90,6 +90,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.deep
 def test_groups_made_late_and_destroyed(tmp_path: Path) -> None:
     """Both ends of a group's life, of which nothing told: each rank by itself, or another error."""
     tests = Path(__file__).parents[1]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
@@ -145,7 +146,7 @@ def _before_enable(rank: int, world_size: int, expected: dict[str, Tensor]) -> N
             assert vars(model)[name] is method
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@by_world([1], [2])
 def test_methods_from_before_enable_are_called_and_given_back(world_size: int) -> None:
     expected = {case: _expected(case) for case in PATCHES}
     for case in expected:
@@ -213,7 +214,7 @@ def _after_enable(rank: int, world_size: int, expected: Tensor) -> None:
             assert vars(model)[name] is wrapper
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@by_world([1], [2])
 def test_methods_that_wrap_those_of_enable(world_size: int) -> None:
     run_ranks(_after_enable, world_size, _expected(None))
 

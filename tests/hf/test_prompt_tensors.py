@@ -31,7 +31,7 @@ from tree_attention.hf import CACHE_NAME
 GREEDY = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 CACHED, LENGTH = 20, 37
 
-worlds = by_world([1, 2], [3])
+worlds = by_world([2], [1, 3])
 
 
 def _model(name: str) -> PreTrainedModel:

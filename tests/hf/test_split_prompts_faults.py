@@ -126,7 +126,8 @@ def _kill(rank: int, world_size: int, what: str, rounds: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "rounds"), [("queries", [0, 1, 2]), ("queries", [3, 4, 5]), ("keys", [0, 1, 4])]
+    ("what", "rounds"),
+    tiers([("queries", [0, 1, 2])], [("queries", [3, 4, 5]), ("keys", [0, 1, 4])]),
 )
 def test_killed_ranks(what: str, rounds: list[int]) -> None:
     """Worlds of 4, 3 and 2, of the same processes."""

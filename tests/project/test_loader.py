@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from package_copy import copy_package
+from tiers import tiers
 from tree_attention import _loader
 
 ROOT = Path(__file__).parents[2]
@@ -201,7 +202,7 @@ for name in ("lean_decode", "_C"):
     assert python("-m", "tree_attention", *PLAN, path=not_built).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["info", "verify", "generate"])
+@pytest.mark.parametrize("command", tiers(["generate"], ["info", "verify"]))
 def test_commands_say_in_a_sentence_that_the_extension_is_missing(command, not_built):
     model = ["--model", str(ROOT / "examples/passkey-llama"), "--prompt", "a"]
     arguments = model if command == "generate" else []
@@ -229,6 +230,7 @@ assert tree_attention.exchange.all_merge_states is all_merge_states
         assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.deep
 def test_operators_are_those_of_torch_once_both_are_imported():
     program = "import torch, tree_attention; print(torch.ops.tree_attention.lean_decode)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -24,6 +24,7 @@ def test_they_have_different_hash_seeds(fresh: bool) -> None:
     assert hashes[0] == hashes[2] != hashes[1]
 
 
+@pytest.mark.deep
 def test_ranks_of_a_command_have_them_too() -> None:
     with started([], 2, program="print(hash('tree'))") as ranks:
         assert len({ranks.wait_for_end(rank).stdout for rank in range(2)}) == 2

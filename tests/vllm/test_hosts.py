@@ -120,6 +120,7 @@ def test_a_host_that_never_comes(capsys: pytest.CaptureFixture[str]) -> None:
         hosts.meet("127.0.0.1", free_port(), 0, 2, {}, print, start_seconds=1.0)
 
 
+@pytest.mark.deep
 def test_nobody_at_the_address() -> None:
     begin = time.monotonic()
     with pytest.raises(ValueError, match=r"no answer from 127.0.0.1:\d+ in 5 s: start --node-rank"):

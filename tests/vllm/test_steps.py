@@ -121,6 +121,7 @@ def test_queries_alone_ask_the_cache() -> None:
     assert torch.equal(before.nan_to_num(7), engine.cache.nan_to_num(7))
 
 
+@pytest.mark.deep
 @on_ranks(4)
 def test_a_second_engine_of_another_group(rank: int, world_size: int) -> None:
     torch.manual_seed(0)

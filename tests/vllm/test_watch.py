@@ -85,6 +85,7 @@ def test_a_silent_host_is_named_by_all_others() -> None:
         assert re.match(r"A host is lost: host1, gave no sign for 3\.\d s\. ", first.said)
 
 
+@pytest.mark.deep
 def test_a_host_whose_loss_ended_an_engine_is_named_long_before_the_timeout() -> None:
     """Also where another host's engine ends later than the first's."""
     with watched(4, timeout=60.0) as (first, second, silent, fourth):
@@ -97,6 +98,7 @@ def test_a_host_whose_loss_ended_an_engine_is_named_long_before_the_timeout() ->
             assert host.said.startswith("A host is lost: host2, gave no sign for ")
 
 
+@pytest.mark.deep
 def test_an_engine_that_ends_while_all_hosts_are_there() -> None:
     with watched(2, timeout=60.0) as hosts:
         hosts[1].end()
@@ -132,6 +134,7 @@ def test_another_host_that_was_told_to_end_is_lost() -> None:
         assert first.said.startswith("A host is lost: host1, was told to end. ")
 
 
+@pytest.mark.deep
 def test_a_first_host_that_is_stopped() -> None:
     """Its store keeps the connection and answers nothing: calls of it wait for ever."""
     with watched(1, timeout=2.0) as [host]:
@@ -151,6 +154,7 @@ def test_a_first_host_whose_store_is_gone() -> None:
     assert host.said.startswith("A host is lost: host0, does not answer: Connection reset by peer")
 
 
+@pytest.mark.deep
 def test_what_is_not_answered_ends_in_time() -> None:
     def run(answered: Callable[[], None]) -> None:
         for _ in range(5):

@@ -114,6 +114,7 @@ def _some_ranks(rank: int, world_size: int, wanted: Tensor) -> None:
     dist.barrier(everyone)
 
 
+@pytest.mark.deep
 def test_groups_of_some_ranks() -> None:
     """The others take no part, and groups that are made afterwards are made."""
     run_ranks(_some_ranks, 4, make_model("llama").generate(**make_prompts(), **GREEDY))

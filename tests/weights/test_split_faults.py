@@ -129,6 +129,7 @@ def _run_with_a_slow_rank(rank: int, world_size: int, path: str) -> tuple[list[i
     return tokens.tolist(), waited
 
 
+@pytest.mark.deep
 def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
     """While it loads and quantises, and while it decodes."""
     make_model("llama").save_pretrained(tmp_path)
