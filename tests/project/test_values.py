@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Numbers in the prose of pages are those of benchmarks/results, which they name in a comment:
+`took 25.4 ms<!-- value: NAME -->` is compared with `VALUES[NAME]`. Words are free."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness.results import number
+from test_figures import NUMBER, ROOT, rounds_to
+
+MARK = re.compile(r"<!--\s+value: (\S+)\s+-->")
+PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if MARK.search(page.read_text()))
+
+
+def tables(name: str) -> list[list[dict[str, str]]]:
+    """Return the rows of each table of benchmarks/results/NAME.md."""
+    text = (ROOT / f"benchmarks/results/{name}.md").read_text()
+    found = []
+    for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
+        rows = [[x.strip() for x in line.strip("|").split(" | ")] for line in block.splitlines()]
+        found.append([dict(zip(rows[0], row, strict=True)) for row in rows[2:]])
+    return found
+
+
+def cell(name: str, column: str, **cells: str) -> float:
+    """Return the number in a column of the only row of a page that has these cells, in any of its
+    columns."""
+    found = [
+        row[column]
+        for table in tables(name)
+        for row in table
+        if column in row and all(text in row.values() for text in cells.values())
+    ]
+    assert len(found) == 1, f"{name}.md has {len(found)} rows with {cells} and {column!r}"
+    return number(found[0])
+
+
+def variant(first: str, column: str, *others: str) -> Callable[[], float]:
+    cells = {str(i): text for i, text in enumerate((first, *others))}
+    return lambda: cell("cpu_kernel_variants", column, **cells)
+
+
+SHARE = "share of the read bandwidth"
+PAIRS, PAGES_OF_16 = f"contiguous keys, {SHARE}", f"shuffled pages of 16, {SHARE}"
+MANY, FEW = "AVX-512, many rows", "AVX-512, few rows"
+KEPT = "products of pairs, one key at a time, lines two steps ahead fetched into the second level"
+ONE_KEY = "products of pairs, one key at a time; values of two rows and 128 columns at a time"
+
+VALUES: dict[str, Callable[[], float]] = {
+    "cpu.first_share": variant("AVX-512 without fetching ahead", SHARE),
+    "cpu.avx512_share": variant("AVX-512, bfloat16, windows alone", SHARE),
+    "cpu.best_share": variant(
+        "AMX, fetching spread, tiles and vectors of 4 rows instead of 16", SHARE
+    ),
+    "cpu.amx_16_rows": variant("AMX, fetching spread over all phases of the step", SHARE),
+    "cpu.burst": variant("AMX, the next step fetched in one burst", SHARE),
+    "cpu.far_lines": variant(
+        "AMX, shuffled pages of 16 keys, far lines in the order of keys", SHARE
+    ),
+    "cpu.windows": variant(
+        "AMX, shuffled pages of 16 keys, windows of eight pieces, addresses page by page", SHARE
+    ),
+    "cpu.disturbed_one": variant(
+        "one sequence of 131,072 keys", "factor with one worker per thread"
+    ),
+    "cpu.disturbed_eight": variant(
+        "one sequence of 131,072 keys", "factor with up to eight workers per thread"
+    ),
+    "cpu.pairs_four": variant("products of pairs, four keys and 64 columns at a time", PAIRS),
+    "cpu.pairs_one": variant(ONE_KEY, PAIRS),
+    "cpu.pairs_pages": variant(ONE_KEY, PAGES_OF_16),
+    "cpu.pairs_pages_fetched": variant(f"{KEPT} (kept)", PAGES_OF_16),
+    "cpu.pairs_16_rows": variant("products of pairs", "16 rows", "bfloat16", "Zen 4"),
+    "cpu.float_16_rows": variant("AVX-512 with float32 products", "16 rows", "bfloat16"),
+    "cpu.neon": variant("bfloat16", "`neon`"),
+    "cpu.neon_bf16": variant("bfloat16", "`neon_bf16`"),
+    "cpu.prompt_before": variant("2,048 tokens, bfloat16", FEW),
+    "cpu.prompt_now": variant("2,048 tokens, bfloat16", MANY),
+    "cpu.chunk_few": variant("the path of few rows, 128 rows at a time", "TFLOP/s"),
+    "cpu.chunk_many": variant(
+        "keys packed 256 at a time for 512 rows, the next keys fetched meanwhile", "TFLOP/s"
+    ),
+    "cpu.latents_first": variant("first version", "ms"),
+    "cpu.latents_now": variant("V packed right after the first rows' scores", "ms"),
+    "cpu.int8_converted": variant(
+        "32 query and 8 KV heads, 32k keys", "int8 keys converted to bfloat16"
+    ),
+    "cpu.int8_digits": variant(
+        "32 query and 8 KV heads, 32k keys", "int8 keys multiplied by digits"
+    ),
+    "cpu.weights_pairs": variant("by pairs of bfloat16 (kept)", "us"),
+    "cpu.weights_torch": variant("torch's packed product", "us"),
+    "cpu.weights_whole": variant("all at once", "ms"),
+    "cpu.weights_parts": variant("1,024 outputs at a time (kept)", "ms"),
+}
+
+
+def marked(text: str) -> list[tuple[str, str]]:
+    """Return each name with the last number before it."""
+    found, end = [], 0
+    for mark in MARK.finditer(text):
+        numbers = NUMBER.findall(text[end : mark.start()].rpartition("\n\n")[2])
+        assert numbers, f"no number stands before {mark[0]}"
+        found.append((mark[1], numbers[-1].rstrip(",")))
+        end = mark.end()
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_numbers_are_those_of_the_results(page: Path) -> None:
+    for name, shown in marked(page.read_text()):
+        found = VALUES[name]()
+        assert rounds_to(found, shown), f"{page.name} says {shown} where {name} is {found}"
+
+
+def test_every_value_is_shown() -> None:
+    names = {name for page in PAGES for name, _ in marked(page.read_text())}
+    assert names == VALUES.keys()
+
+
+def test_a_wrong_number_is_found() -> None:
+    text = "It took 3 rounds of 25.4 ms<!-- value: a -->, not 1,000\nus<!-- value: b -->."
+    assert marked(text) == [("a", "25.4"), ("b", "1,000")]
+    assert rounds_to(25.44, "25.4") and not rounds_to(25.46, "25.4")
