@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How often keys come from DRAM where several blocks of rows read them, by the order of the line.
 
-    python -m benchmarks.cuda.line_order            # the table of docs/cuda_kernel.md
+    python -m benchmarks.cuda.line_order            # the table of results/cuda_predicted.md
     python -m benchmarks.cuda.line_order --write    # puts it there
 
 Nothing is measured: workers take a tile each in turn, and the L2 keeps the tiles that were used
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from ..harness.report import ROOT
 from .cases import K
-from .predict import H200, OVERHEAD_TILES, in_step
+from .predict import H200, OVERHEAD_TILES, PAGE, in_step
 
-PAGE = ROOT / "docs" / "cuda_kernel.md"
 BEGIN = "<!-- the table of python -m benchmarks.cuda.line_order --write -->\n"
 END = "<!-- its end -->\n"
 TILE_KEYS, TILE_BYTES = 64, 32 * K  # bf16, 128 columns: csrc/cuda/decode/tile_config.cuh

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Predicted times of `lean_decode` on a GPU, by arithmetic alone, beside measured ones.
 
-    python -m benchmarks.cuda.predict            # the table of docs/cuda_kernel.md
+    python -m benchmarks.cuda.predict            # the table of results/cuda_predicted.md
     python -m benchmarks.cuda.predict --write    # puts it there, with what benchmarks/results has
     python -m benchmarks.cuda.predict --take OUT/results.tar.gz --write    # of scripts/gpu_check.sh
 
@@ -27,7 +27,8 @@ from ..harness.report import ROOT, commit
 from .cases import EIGHT_BITS, LATENTS, OURS, PAPERS, QUERIES, CudaCase, K, quick_cases
 from .peers import WORKERS
 
-PAGE, RESULTS = ROOT / "docs" / "cuda_kernel.md", ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = RESULTS / "cuda_predicted.md"
 BEGIN = "<!-- the table of python -m benchmarks.cuda.predict --write -->\n"
 BEGIN_RUN = "<!-- what predict.py says of the run on an H100, by the same --write -->\n"
 END = "<!-- its end -->\n"
@@ -361,8 +362,9 @@ def measured(folder: Path) -> dict[str, Mapping[str, Any]]:
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown. The last three columns are empty where nothing was measured."""
     lines = [
-        "| shape | before us | us | of the read rate | bound by | measured us | of the read rate "
-        "| of reading as many bytes |",
+        "| shape | predicted before, us | predicted, us | predicted share of the read rate "
+        "| bound by | measured, us | measured share of the read rate "
+        "| measured share of reading as many bytes |",
         "| --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for case in shapes():
@@ -382,7 +384,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 def table_of_the_run() -> str:
     """Markdown: the model of the code that ran on the H100 beside what it took, and of the code of
     now there."""
-    lines = ["| shape | predicted us | measured us | times | predicted, code of now us |"]
+    lines = ["| shape | predicted, us | measured, us | measured / predicted | predicted now, us |"]
     lines += ["| --- | ---: | ---: | ---: | ---: |"]
     for case in shapes():
         if (measured_us := H100_RUN.get(case.name)) is not None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.harness.results import number
 from test_figures import NUMBER, ROOT, rounds_to
 
-MARK = re.compile(r"<!--\s+value: (\S+)\s+-->")
+MARK = re.compile(r"<!--\s+value:\s+(\S+)\s+-->")
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if MARK.search(page.read_text()))
 
 
@@ -20,7 +20,7 @@ def tables(name: str) -> list[list[dict[str, str]]]:
     text = (ROOT / f"benchmarks/results/{name}.md").read_text()
     found = []
     for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
-        rows = [[x.strip() for x in line.strip("|").split(" | ")] for line in block.splitlines()]
+        rows = [[x.strip() for x in line.split("|")[1:-1]] for line in block.splitlines()]
         found.append([dict(zip(rows[0], row, strict=True)) for row in rows[2:]])
     return found
 
@@ -35,7 +35,7 @@ def cell(name: str, column: str, **cells: str) -> float:
         if column in row and all(text in row.values() for text in cells.values())
     ]
     assert len(found) == 1, f"{name}.md has {len(found)} rows with {cells} and {column!r}"
-    return number(found[0])
+    return number(found[0].strip("*"))
 
 
 def variant(first: str, column: str, *others: str) -> Callable[[], float]:
@@ -48,6 +48,17 @@ PAIRS, PAGES_OF_16 = f"contiguous keys, {SHARE}", f"shuffled pages of 16, {SHARE
 MANY, FEW = "AVX-512, many rows", "AVX-512, few rows"
 KEPT = "products of pairs, one key at a time, lines two steps ahead fetched into the second level"
 ONE_KEY = "products of pairs, one key at a time; values of two rows and 128 columns at a time"
+
+OF_OURS = "time / time of `lean_decode`"
+
+
+def compiled(column: str, *cells: str) -> Callable[[], float]:
+    return lambda: cell("cuda_compiled", column, **{str(i): x for i, x in enumerate(cells)})
+
+
+def run(call: str, column: str) -> Callable[[], float]:
+    return lambda: cell("cuda_first_run", column, call=call)
+
 
 VALUES: dict[str, Callable[[], float]] = {
     "cpu.first_share": variant("AVX-512 without fetching ahead", SHARE),
@@ -95,11 +106,25 @@ VALUES: dict[str, Callable[[], float]] = {
     "cpu.weights_torch": variant("torch's packed product", "us"),
     "cpu.weights_whole": variant("all at once", "ms"),
     "cpu.weights_parts": variant("1,024 outputs at a time (kept)", "ms"),
+    "cuda.short": run("1k keys", "tree_attention"),
+    "cuda.short_cudnn": run("1k keys", "cuDNN"),
+    "cuda.latents_share": run("latents, 16 query heads and 1 KV head, 64k keys", "share"),
+    "cuda.tile_8k": run("8k keys, 128 columns", OF_OURS),
+    "cuda.tile_few_heads": run("8 query heads and 1 KV head, 8k keys, 128 columns", OF_OURS),
+    "cuda.local_before": compiled("local before", "bfloat16, 256 columns"),
+    "cuda.local_now": compiled("local now", "bfloat16, 256 columns"),
+    "cuda.registers_8": compiled("registers sm_90, 8 rows", "bfloat16", "128"),
+    "cuda.registers_16": compiled("registers sm_90, 16 rows", "bfloat16", "128"),
+    "cuda.int8_8": compiled("instructions, 8 rows", "int8", "128"),
+    "cuda.int8_16": compiled("instructions, 16 rows", "int8", "128"),
+    "cuda.int8_bf16": compiled("int8", "widened to bfloat16, the first version"),
+    "cuda.int8_f16": compiled("int8", "widened to float16, 16 rows"),
 }
 
 
 def marked(text: str) -> list[tuple[str, str]]:
     """Return each name with the last number before it."""
+    assert not re.search(r"^\s*<!-- value", text, re.MULTILINE), "a comment would end the paragraph"
     found, end = [], 0
     for mark in MARK.finditer(text):
         numbers = NUMBER.findall(text[end : mark.start()].rpartition("\n\n")[2])
