@@ -60,6 +60,31 @@ def run(call: str, column: str) -> Callable[[], float]:
     return lambda: cell("cuda_first_run", column, call=call)
 
 
+def sums(file: str, way: str) -> Callable[[], float]:
+    return lambda: cell(file, "us", KiB="4", way=way)
+
+
+def auto(rule: str, pattern: str) -> Callable[[], float]:
+    """A number of the notes of cluster.md on what a rule takes."""
+    return lambda: float(noted("cluster", rf"{rule} is within 10 % of the best .*{pattern}"))
+
+
+def noted(file: str, pattern: str) -> str:
+    (found,) = re.findall(pattern, (ROOT / f"benchmarks/results/{file}.md").read_text())
+    return found
+
+
+WITHIN, WORST = r"in (\d+) of 36", r"at worst ([\d.]+) times"
+RULE, CALIBRATED = "that the shipped rule takes", "the strategy that calibrated auto took"
+
+
+BIG_BIRD = "B=1 65536 BigBird: first 64, window 192, 60 random blocks of 64"
+
+
+def deterministic(ranks: int, row: str) -> Callable[[], float]:
+    return lambda: cell(f"deterministic_{ranks}", "ms", deterministic=row)
+
+
 VALUES: dict[str, Callable[[], float]] = {
     "cpu.first_share": variant("AVX-512 without fetching ahead", SHARE),
     "cpu.avx512_share": variant("AVX-512, bfloat16, windows alone", SHARE),
@@ -119,6 +144,33 @@ VALUES: dict[str, Callable[[], float]] = {
     "cuda.int8_16": compiled("instructions, 16 rows", "int8", "128"),
     "cuda.int8_bf16": compiled("int8", "widened to bfloat16, the first version"),
     "cuda.int8_f16": compiled("int8", "widened to float16, 16 rows"),
+    **{
+        f"deterministic_{ranks}.{name}": deterministic(ranks, row)
+        for ranks in (1, 2)
+        for name, row in (
+            ("without", "without"),
+            ("4096", "in blocks of 4096"),
+            ("1024", "in blocks of 1024"),
+        )
+    },
+    **{
+        f"sparse.{name}": lambda column=column: cell("sparse", column, case=BIG_BIRD)
+        for name, column in (
+            ("ranges", "ours us"),
+            ("all", "all keys us"),
+            ("pages", "page list us"),
+        )
+    },
+    "groups.us": sums("groups", "ours"),
+    "groups.gloo": sums("groups", "Gloo"),
+    "groups_hosts.us": sums("groups_hosts", "ours"),
+    "groups_hosts.gloo": sums("groups_hosts", "Gloo"),
+    "cluster.rule_within": auto(RULE, WITHIN),
+    "cluster.rule_worst": auto(RULE, WORST),
+    "cluster.calibrated_within": auto(CALIBRATED, WITHIN),
+    "cluster.calibrated_worst": auto(CALIBRATED, WORST),
+    "engines.eager": lambda: cell("engines", "decode ms", context="4096", engine="ours"),
+    "engines.compiled": lambda: cell("engines", "decode ms", context="4096", x="ours_compiled"),
 }
 
 

@@ -276,7 +276,7 @@ def samples(arguments: argparse.Namespace) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Makes malloc keep what is freed, where it is glibc's (docs/design.md, large tensors)."""
+    """Makes malloc keep what is freed, where it is glibc's (docs/environment.md, glibc)."""
     with suppress(AttributeError, OSError):
         library, large = ctypes.CDLL(None), (1 << 31) - 1
         library.mallopt(-3, large)  # M_MMAP_THRESHOLD
