@@ -292,7 +292,7 @@ def test_bytes_of_gemma_3_1b(world_size: int) -> None:
     for own, everything in zip(kept, alls, strict=True):
         assert everything[-1] == 26 * 8192 // world_size * slot_bytes
         assert all(a <= 0.3 * b for a, b in zip(own, everything, strict=True))
-        # docs/cache.md
+        # docs/cache_layers.md
         window_slots = (512 + MARGIN) // world_size + STEP
         assert own[-1] <= (4 * 8192 // world_size + 22 * window_slots) * slot_bytes
 

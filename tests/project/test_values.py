@@ -85,6 +85,21 @@ def deterministic(ranks: int, row: str) -> Callable[[], float]:
     return lambda: cell(f"deterministic_{ranks}", "ms", deterministic=row)
 
 
+ACCURACY = {"kv": "kv_dtype", "smol": "kv_dtype_smollm2-135m"}
+
+
+def accuracy(file: str, dtype: str) -> Callable[[], float]:
+    return lambda: cell(file, "same top %", prompt="8,000 tokens", dtype=dtype)
+
+
+def step(cache: str) -> Callable[[], float]:
+    return lambda: cell("step_cost", "ms a token", cache=cache)
+
+
+def of_latents(column: str) -> Callable[[], float]:
+    return lambda: cell("latent_model", column, context="8,192 tokens")
+
+
 VALUES: dict[str, Callable[[], float]] = {
     "cpu.first_share": variant("AVX-512 without fetching ahead", SHARE),
     "cpu.avx512_share": variant("AVX-512, bfloat16, windows alone", SHARE),
@@ -161,6 +176,21 @@ VALUES: dict[str, Callable[[], float]] = {
             ("pages", "page list us"),
         )
     },
+    **{
+        f"{name}.{dtype}.same": accuracy(file, dtype)
+        for name, file in ACCURACY.items()
+        for dtype in ("int8", "fp8")
+    },
+    "restore.prefill": lambda: cell("restore", "prefill s", x="65,536 tokens, bfloat16"),
+    "restore.load": lambda: cell("restore", "load s", x="65,536 tokens, bfloat16"),
+    "step.eager": step("TreeCache(max_length), eager"),
+    "step.compiled": step("TreeCache(max_length), compiled"),
+    "step.static_eager": step("StaticCache, eager"),
+    "step.static_compiled": step("StaticCache, compiled"),
+    "latents.token": of_latents("ms per token"),
+    "latents.token_theirs": of_latents("its ms"),
+    "latents.prompt": of_latents("prefill s"),
+    "latents.prompt_theirs": of_latents("transformers"),
     "groups.us": sums("groups", "ours"),
     "groups.gloo": sums("groups", "Gloo"),
     "groups_hosts.us": sums("groups_hosts", "ours"),
