@@ -144,28 +144,33 @@ def test_custom_mask_functions_are_marked() -> None:
 # A padding mask, the number of cached tokens, the hole that is named, and the advice.
 _ALONE, _ONES = "each such row alone", "torch.ones_like"
 HOLES: dict[str, tuple[list[list[int]], int, str, str]] = {
-    "inside the prompt": ([[1, 1, 1, 1], [0, 1, 0, 1]], 0, "1 has a hole, zeros at 2 to 2", _ONES),
-    "several rows": (
-        [[1, 0, 0, 1], [1, 1, 1, 1], [1, 0, 1, 1]],
+    "inside the prompt": (
+        [[1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 1]],
         0,
-        "0 (and 1 more) has a hole, zeros at 1 to 2",
+        "1 has a second hole, zeros at 3 to 4",
         _ONES,
     ),
-    "several holes": ([[1, 0, 0, 1, 0, 1]], 0, "0 has a hole, zeros at 1 to 2", _ONES),
+    "several rows": (
+        [[1, 0, 0, 1, 0, 1], [1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 1, 1]],
+        0,
+        "0 (and 1 more) has a second hole, zeros at 4 to 4",
+        _ONES,
+    ),
+    "behind padding": ([[0, 1, 0, 1, 0, 1]], 0, "0 has a second hole, zeros at 4 to 4", _ONES),
     "an earlier turn": (
-        [[1, 1, 1, 1, 1], [1, 1, 0, 0, 1]],
-        4,
-        "1 has a hole, zeros at 2 to 3",
+        [[1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 1]],
+        5,
+        "1 has a second hole, zeros at 3 to 4",
         _ALONE,
     ),
-    "its last token": ([[1, 1, 1, 0, 1, 1]], 3, "0 has a hole, zeros at 3 to 3", _ALONE),
-    "inside a second prompt": ([[1, 1, 1, 0, 1, 1]], 2, "0 has a hole, zeros at 3 to 3", _ONES),
+    "its last token": ([[1, 0, 1, 0, 1, 1]], 3, "0 has a second hole, zeros at 3 to 3", _ALONE),
+    "a second prompt": ([[1, 0, 1, 0, 1, 1]], 2, "0 has a second hole, zeros at 3 to 3", _ONES),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 @pytest.mark.parametrize("name", HOLES)
-def test_holes_are_marked(name: str, dtype: torch.dtype) -> None:
+def test_several_holes_are_marked(name: str, dtype: torch.dtype) -> None:
     rows, cached, where, advice = HOLES[name]
     padding = torch.tensor(rows, dtype=dtype)
     batch, length = padding.shape
@@ -173,10 +178,60 @@ def test_holes_are_marked(name: str, dtype: torch.dtype) -> None:
         arguments = {"batch_size": batch, "q_length": length - cached, "kv_length": length}
         mask = _mask(**arguments, q_offset=offset, attention_mask=padding)
         assert mask.unsupported is not None
-        assert mask.unsupported.startswith("the padding mask of each row must be one run of ones")
+        assert mask.unsupported.startswith("the padding mask of each row must have at most one")
         assert f"row {where.replace('at', 'at columns')} between ones" in mask.unsupported
         assert advice in mask.unsupported
         assert ({_ALONE, _ONES} - {advice}).pop() not in mask.unsupported
+
+
+@st.composite
+def _with_holes(draw: st.DrawFn) -> tuple[list[list[int]], int, int | None]:
+    """Rows of padding, tokens, padding, tokens and padding, of which each may be missing."""
+    cuts = st.lists(st.integers(0, 14), min_size=4, max_size=4).map(sorted)
+    rows = draw(st.lists(cuts, min_size=1, max_size=4))
+    return rows, draw(st.integers(1, 14)), draw(st.none() | st.integers(1, 9))
+
+
+@given(_with_holes())
+def test_behind_a_hole_tokens_are_counted(
+    case: tuple[list[list[int]], int, int | None],
+) -> None:
+    """Each token sees what it would see without padding."""
+    rows, q_length, window = case
+    slots = torch.arange(14)
+    first, hole, end, last = torch.tensor(rows).T[..., None]
+    padding = ((first <= slots) & (slots < hole)) | ((end <= slots) & (slots < last))
+    sizes = {"batch_size": len(rows), "q_length": q_length, "kv_length": 14}
+    sizes |= {"q_offset": 14 - q_length, "attention_mask": padding.long()}
+    if window is not None:
+        function = masking_utils.sliding_window_causal_mask_function(window)
+        sizes |= {"mask_function": function, "local_size": window}
+    mask = _mask(**sizes)
+    assert mask.unsupported is None
+    ranges = mask.ranges if mask.skipped is not None else mask.ranges[:, :, None]
+    visible = ((ranges[..., :1] <= slots) & (slots < ranges[..., 1:])).sum(2)
+    assert visible.max() <= 1  # no slot is in both ranges
+    for row, is_token in enumerate(padding):
+        tokens = is_token.nonzero()[:, 0]
+        for query in range(q_length):
+            slot = 14 - q_length + query
+            if is_token[slot]:
+                before = tokens[tokens <= slot][-(window or 14) :]
+                assert visible[row, query].nonzero()[:, 0].tolist() == before.tolist()
+                assert mask.last_slots[row, query] == slot
+                if mask.skipped is not None:
+                    hidden = (~is_token[tokens[0] : slot]).sum()
+                    assert mask.skipped[row, query] == hidden
+
+
+def test_keys_that_others_dropped_are_not_seen_around_a_hole() -> None:
+    """Caches of transformers keep the last slots of a window, whatever these hold."""
+    arguments = {"batch_size": 1, "q_length": 1, "kv_length": 4, "q_offset": 9, "kv_offset": 6}
+    window = {"mask_function": masking_utils.sliding_window_causal_mask_function(4)}
+    padding = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1]])
+    mask = _mask(**arguments, **window, local_size=4, attention_mask=padding)
+    assert mask.unsupported is not None
+    assert "further back than to slot 6, with which the keys given begin" in mask.unsupported
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 5), (1, 4), (2, 4, 4)])

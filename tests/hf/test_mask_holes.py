@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Padding between tokens, which is refused by a sentence that says what it is and what to do.
+"""Padding between tokens: a row with one hole is answered as it is alone, others are refused.
 
-What the sentences advise gives the tokens that transformers computes under such a mask.
+The mistakes these tests are for: a window or ALiBi that counts the slots of a hole, a slot that is
+gone from a ring, a query that sees padding, a hole that a state takes for tokens. What sentences
+advise gives the tokens that transformers computes.
 """
 
 from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +21,77 @@ from tiers import tiers
 
 pytest.importorskip("transformers")
 
-from hf_models import PAD, make_model, make_prompts
+from generations import nan_in_new_memory, same_on_all_ranks
+from hf_families import OWN_ATTENTION
+from hf_models import PAD, make_prompts
+from questions import (
+    DOCUMENT,
+    Answer,
+    answers_alone,
+    ask,
+    check_answers,
+    make_model,
+    questions_behind,
+)
 from tree_attention import BlockCyclic, hf
 from tree_attention.hf import CACHE_NAME
+from tree_attention.hf.cache import window
 from window_caches import crop_to
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 LENGTH, ENDED = 29, 3  # of the prompts, and the tokens of the first answer of row 1
+# Documents in front of the holes, and questions behind them.
+TEXTS = questions_behind((26, 15, 26, 21), (9, 4, 3, 9))
+# Of each kind of attention: grouped heads, windows, softcap, sinks, latents, ALiBi.
+KINDS = ("llama", "mistral_window", "gemma2", "gpt_oss", "deepseek", "BLOOM", "MPT")
+
+
+def _cut(texts: dict[str, Tensor], end: int) -> dict[str, Tensor]:
+    return {name: x[:, :end] for name, x in texts.items()}
+
+
+def _answered(
+    rank: int, world_size: int, wanted: dict[tuple[str, str | None], list[Answer]]
+) -> list[Tensor]:
+    """Read whole, in chunks that end inside holes, and in two turns; windows drop slots."""
+    found = []
+    layout = BlockCyclic(world_size, 4)
+    for (name, kv_dtype), answers in wanted.items():
+        ways = [{}, {"prefill_chunk_size": 7}, {"max_length": 64}]
+        if name not in OWN_ATTENTION:
+            ways.append({"prefill": "split"})
+        for options in ways:
+            model = hf.enable(make_model(name), layout=layout, kv_dtype=kv_dtype, **options)
+            with mock.patch.multiple(window, MARGIN=7, STEP=3), nan_in_new_memory():
+                output = ask(model, TEXTS)
+                check_answers(output, answers, kv_dtype)
+                found.append(torch.stack(output.logits))
+                kept = hf.TreeCache(
+                    model.config,
+                    layout=layout,
+                    kv_dtype=kv_dtype,
+                    max_length=options.get("max_length"),
+                )
+                first = model.generate(
+                    **_cut(TEXTS, DOCUMENT), **{CACHE_NAME: kept}, max_new_tokens=1, do_sample=False
+                )
+                assert len(first) == len(answers)
+                output = ask(model, TEXTS, **{CACHE_NAME: kept})
+                check_answers(output, answers, kv_dtype)
+                found.append(torch.stack(output.logits))
+    return found
+
+
+@pytest.mark.parametrize(
+    "names, world_size",
+    tiers([(KINDS, 2), (("llama", "gemma2", "BLOOM"), 1)], [(KINDS, 1), (KINDS, 3)]),
+)
+def test_a_row_with_a_hole_is_answered_as_it_is_alone(
+    names: tuple[str, ...], world_size: int
+) -> None:
+    kinds = [(name, None) for name in names] + [("gemma2", "int8")]
+    wanted = {kind: answers_alone(make_model(kind[0]), TEXTS, kind[1]) for kind in kinds}
+    same_on_all_ranks(run_ranks(_answered, world_size, wanted, timeout=200.0))
 
 
 def _turns(model: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -74,8 +141,13 @@ def _refused(rank: int, world_size: int, name: str, expected: tuple[Tensor, Tens
         model = hf.enable(make_model(name), layout=BlockCyclic(world_size, 4), **options)
         cache, texts = _turns(model)
         hole = f"columns {LENGTH + ENDED} to {LENGTH + 7} between ones; these are tokens of before"
-        with pytest.raises(NotImplementedError, match=f"row 1 has a hole, zeros at {hole}"):
+        again = copy.deepcopy(cache)
+        found = model.generate(**texts, **{CACHE_NAME: again}, **GREEDY)
+        assert torch.equal(found[1, -8:], second)
+        texts["attention_mask"][1, 20] = 0
+        with pytest.raises(NotImplementedError, match=f"row 1 has a second hole, zeros at {hole}"):
             model.generate(**texts, **{CACHE_NAME: cache}, **GREEDY)
+        texts["attention_mask"][1, 20] = 1
         # What the message says, though the pass that was refused has reached the first layer.
         alone = copy.deepcopy(cache)
         alone.batch_select_indices([1])
@@ -104,3 +176,31 @@ def _refused(rank: int, world_size: int, name: str, expected: tuple[Tensor, Tens
 )
 def test_what_is_said_and_what_it_advises(name: str, world_size: int) -> None:
     run_ranks(_refused, world_size, name, _expected(name))
+
+
+def test_holes_that_are_refused() -> None:
+    """By a sentence, before the first token where `generate` is called."""
+    model = hf.enable(make_model("gemma2"))
+    with mock.patch.multiple(window, MARGIN=5, STEP=3):
+        with pytest.raises(
+            NotImplementedError, match=r"has a hole of 6 slots, and .* window of 8 can see around 5"
+        ):
+            model.generate(**TEXTS, **GREEDY)
+        # By hand the cache is not told: of 3 new tokens, the first one sees slots that are gone.
+        ids, mask = TEXTS["input_ids"][:1], torch.ones(1, 35, dtype=torch.int64)
+        cache = hf.TreeCache(model.config)
+        with torch.no_grad():
+            model(ids[:, :32], attention_mask=mask[:, :32], **{CACHE_NAME: cache})
+            mask[0, 26:31] = 0
+            with pytest.raises(
+                NotImplementedError, match=r"queries see slot 20, and .* from 22 on, 5 more than"
+            ):
+                model(ids[:, 32:], attention_mask=mask, **{CACHE_NAME: cache})
+    model = hf.enable(make_model("Qwen3-Next"))
+    with pytest.raises(NotImplementedError, match="a hole, zeros between ones, which layers that"):
+        model.generate(**TEXTS, **GREEDY)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="take for tokens; give the ba"):
+        model(**TEXTS, **{CACHE_NAME: hf.TreeCache(model.config)})
+    model = hf.enable(make_model("BLOOM"), deterministic=16)
+    with pytest.raises(ValueError, match="deterministic is not supported with ALiBi where the pad"):
+        model.generate(**TEXTS, **GREEDY)

@@ -3,6 +3,7 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ..ops import lean_decode
+from ..exchange import all_merge_states
 from ..weights.mesh import Mesh
 from ..weights.split import mesh_of, own_heads
 from .cache.growing import KVShard, TreeCacheLayer, as_autocast
@@ -18,13 +19,15 @@ from .cache.latent import LatentLayer, attend_to_latents
 from .cache.shard import Shard
 from .cache.token_split import current_token_split
 from .cache.window import WindowLayer
-from .masks import KeyRanges
+from .masks import HOLE_BESIDE_STATES, KeyRanges
+from .parts import Part, attend_to_parts, parts_of
 from .prompts.split_attention import attend_split
 from .release import CACHE_NAME
 
 # Each rank keeps one send buffer as large as the largest state and world_size more to receive into.
 # The state of a forward pass over many queries is exchanged in pieces of at most this size.
 _MAX_STATE_BYTES = 32 << 20
+_IN_PARTS = "ALiBi where the padding mask of a row has a hole: generate from each row alone"
 # Keyword arguments that change the result of attention and have no counterpart in the operator.
 _UNSUPPORTED_KEYWORDS = (
     *("position_bias", "alibi", "head_mask", "cu_seq_lens_q", "block_table"),
@@ -63,13 +66,15 @@ def tree_attention_forward(
     out_dtype = query.dtype if s_aux is None else torch.float32
     keywords: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0}
     if alibi_slopes is not None:
-        keywords |= {"alibi_slopes": alibi_slopes, "query_positions": ranges.ranges[..., 1] - 1}
+        keywords["alibi_slopes"] = alibi_slopes
     if not isinstance(key, KVShard):
         if ranges.kv_length != key.shape[2]:
             raise _wrong_length(ranges, key.shape[2])
         if not torch.compiler.is_compiling() and dist.is_initialized():
             _warn_if_not_sharded(dist.get_world_size())
-        whole = lean_decode(query, key, value, ranges.whole(), out_dtype=out_dtype, **keywords)
+        whole = attend_to_parts(
+            query, parts_of(key, value, ranges.whole(), keywords, ranges), out_dtype
+        )
         o, lse = (x[:, slice(*own or (None,))] for x in whole)
     else:
         layer = key.layer
@@ -108,7 +113,7 @@ def _over_shard(
         in_use = shard.count(layer.kv_length)
         buffers = {name: x[:, :, :in_use] for name, x in buffers.items()}
     keys, values, scales = layer.operands(buffers)
-    keywords = {**keywords, **scales, "out_dtype": out_dtype}
+    keywords = {**keywords, **scales}
     is_alone = shard.world_size == 1 and not shard.blocks.size
     if isinstance(layer, WindowLayer) and layer.page_size:
         place = shard.layout, shard.rank, layer.key_rows, layer.page_size
@@ -117,28 +122,37 @@ def _over_shard(
         local_ranges = ranges.whole(layer.dropped)
     else:
         local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
+    if shard.blocks.size or (not is_alone and "alibi_slopes" in keywords):
+        keywords["key_layout"] = shard.layout.key_layout(shard.rank)
+    parts = parts_of(keys, values, local_ranges, keywords, ranges)
     if is_alone:
-        return lean_decode(query, keys, values, local_ranges, **keywords)
-    if "alibi_slopes" in keywords:
-        keywords["key_layout"] = shard.layout.key_layout(shard.rank)
-    keywords |= {"head_sharded": is_head_sharded, "strategy": shard.strategy}
-    keywords |= {"group": shard.comm, "timeout": shard.timeout}
-    decode, num_states = shard.decode, 1  # of a query; the same on all ranks
-    if shard.blocks.size:
-        num_states = -(-layer.kv_length // shard.blocks.size)
-        keywords["key_layout"] = shard.layout.key_layout(shard.rank)
+        return attend_to_parts(query, parts, out_dtype)
+    if len(parts) > 1 and shard.blocks.size:
+        raise shard.blocks.refusal("tree_attention", f"is not supported with {_IN_PARTS}")
+    merging: dict[str, Any] = {
+        "out_dtype": out_dtype,
+        "head_sharded": is_head_sharded,
+        "strategy": shard.strategy,
+        "group": shard.comm,
+        "timeout": shard.timeout,
+    }
+
+    def decode(q: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        if len(parts) == 1:
+            (part,) = parts
+            return shard.decode(q, part.keys, part.values, part.ranges, **part.options, **merging)
+        return all_merge_states(*attend_to_parts(q, parts, torch.float32), **merging)
+
+    # States of a query, as many on all ranks.
+    num_states = -(-layer.kv_length // shard.blocks.size) if shard.blocks.size else 1
     batch, num_heads_q, seqlen_q, _ = query.shape
     state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1) * num_states
     step = max(1, _MAX_STATE_BYTES // state_bytes)
     if seqlen_q <= step:
-        return decode(query, keys, values, local_ranges, **keywords)
-    positions, parts = keywords.get("query_positions"), []
-    for tokens in (slice(begin, begin + step) for begin in range(0, seqlen_q, step)):
-        if positions is not None:
-            keywords["query_positions"] = positions[:, tokens]
-        q, its_ranges = query[:, :, tokens], local_ranges[:, tokens]
-        parts.append(decode(q, keys, values, its_ranges, **keywords))
-    o, lse = zip(*parts, strict=True)
+        return decode(query, parts)
+    pieces = (slice(begin, begin + step) for begin in range(0, seqlen_q, step))
+    states = (decode(query[:, :, own], [part.of(own) for part in parts]) for own in pieces)
+    o, lse = zip(*states, strict=True)
     return torch.cat(o, dim=2), torch.cat(lse, dim=2)
 
 
@@ -150,6 +164,11 @@ def _check_layer(layer: TreeCacheLayer, ranges: KeyRanges) -> None:
             f"tree_attention: the layer keeps the keys of a sliding window of {layer.window}, as "
             f"the configuration says, and its mask has the window {ranges.window}"
         )
+    if ranges.skipped is not None:
+        if layer.is_beside_states:
+            raise NotImplementedError(f"tree_attention: {HOLE_BESIDE_STATES}")
+        if isinstance(layer, WindowLayer):
+            layer.check_sees_around(ranges.first)
     blocks = layer.shard.blocks
     if blocks.size and current_token_split() is not None:
         raise ValueError(

@@ -24,9 +24,10 @@ from transformers.generation import GenerationMode
 from ..exchange import Communicator, ExchangeError, Signature, sentence
 from .cache.shard import Shard
 from .cache.tree_cache import TreeCache
+from .cache.window import WindowLayer
 from .check_attention import check_layers
 from .fingerprint import describe, describe_all, model_signature, settings_of
-from .masks import check_steps_after
+from .masks import HOLE_BESIDE_STATES, check_steps_after, longest_hole
 from .overrides import is_overridden
 from .prompts.forward import may_be_chunked, splits_prompts, under_new_name
 from .refusals import (
@@ -187,8 +188,11 @@ def prepare_cache(
             )
     mask = model_kwargs.get("attention_mask")
     follows = generation_config.max_length > call.num_ids + 1
-    if isinstance(mask, Tensor) and mask.dim() == 2 and follows:
-        check_steps_after(mask, num_cached)
+    hole = 0
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        if follows:
+            check_steps_after(mask, num_cached, arguments.get("attention_mask") is not None)
+        hole = longest_hole(mask)
     # The slots of the prompt and of all new tokens but the last, which the model is never given.
     num_slots = num_left_out + num_prompt + generation_config.max_length - call.num_ids - 1
     num_slots += _num_more_candidates(model, generation_config)
@@ -212,6 +216,7 @@ def prepare_cache(
     call.length = num_left_out + num_prompt - 1 if num_cached > 0 else None
     call.is_assisted = mode == GenerationMode.ASSISTED_GENERATION
     if cache is not None:
+        _make_room_for_hole(cache, hole, num_slots)
         for layer in cache.kv_layers:
             layer.keeps_last_pass = call.is_assisted
         num_new = num_left_out + num_prompt - num_cached
@@ -358,6 +363,15 @@ def _set_chunk_size(
             generation_config.prefill_chunk_size = None
             return
         model_kwargs[name] = torch.nn.functional.pad(x[..., -num_new:], (num_cached, 0))
+
+
+def _make_room_for_hole(cache: TreeCache, hole: int, num_slots: int) -> None:
+    """Tells layers of how many slots the hole in a row's padding mask is, or refuses it."""
+    if hole > 0 and cache.state_layers:
+        raise NotImplementedError(f"generate: {HOLE_BESIDE_STATES}")
+    for layer in cache.kv_layers:
+        if isinstance(layer, WindowLayer):
+            layer.make_room_for(hole, num_slots)
 
 
 def _signature(

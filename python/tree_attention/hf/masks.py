@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The mask function: what each query may see, as one half-open range of global cache slots."""
+"""The mask function: what each query may see, as half-open ranges of global cache slots.
+
+It is one range, or two in the rows of a batch of which one has a hole in its padding mask, for
+example between a document and a question that is padded on the left. Behind a hole, a window
+counts tokens and not slots, so that a row sees what it would see alone.
+"""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -19,6 +24,14 @@ _NO_RANGE = (
 )
 # A compiled graph copies it into a string of C++, where it cannot have quotes.
 _HOLE = "the padding mask of each row must be one run of ones, but a row has a hole"
+_HOLE_IN_FIXED = (
+    "the padding mask of a row has a hole, zeros between ones, which a cache of fixed size does "
+    "not support on a GPU; make the cache without max_length"
+)
+HOLE_BESIDE_STATES = (
+    "the padding mask of a row has a hole, zeros between ones, which layers that keep a state take "
+    "for tokens; give the batch texts of one length, or generate from each row alone"
+)
 
 _WIDTH = "the padding mask must have shape [batch, cached + new tokens]"
 
@@ -26,9 +39,10 @@ _WIDTH = "the padding mask must have shape [batch, cached + new tokens]"
 class KeyRanges:
     """The mask that `tree_attention_mask` returns and transformers hands to every layer.
 
-    Query `i` of sequence `b` sees the global slots `[ranges[b, i, 0], ranges[b, i, 1])`. A mask
-    that is no such range has the reason in `unsupported`, and the layer that is given it raises:
-    models also build masks that none of their layers use.
+    Query `i` of sequence `b` sees the global slots `[ranges[b, i, 0], ranges[b, i, 1])`, or where a
+    row has a hole those before it, `ranges[b, i, 0]`, and those behind it, `ranges[b, i, 1]`. A
+    mask that is no such range has the reason in `unsupported`, and the layer that is given it
+    raises: models also build masks that none of their layers use.
 
     With a cache of fixed size `generate` makes the masks before the forward pass, and treats what
     it gets as a tensor of four axes.
@@ -43,12 +57,15 @@ class KeyRanges:
         kv_offset: int = 0,
         unsupported: str | None = None,
         window: int | None = None,
+        skipped: Tensor | None = None,
     ) -> None:
-        self.ranges = ranges  # int64 [batch, seqlen_q, 2]
+        self.ranges = ranges  # int64 [batch, seqlen_q, 2], or [batch, seqlen_q, 2, 2]
+        # int64 [batch, seqlen_q], where a row has a hole: its slots before each query.
+        self.skipped = skipped
         self.kv_length = kv_length  # number of keys that the layer attends to
         self.kv_offset = kv_offset  # global slot of the first of them, where keys are not sharded
         self.unsupported = unsupported
-        self.window = window  # no range is longer; None: any
+        self.window = window  # no query sees more slots; None: any
         self._known: dict[tuple[object, ...], Tensor] = {}  # see _once
         self._in_rings: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
@@ -78,8 +95,9 @@ class KeyRanges:
         batch, num_heads, num_slots, _ = keys.shape
         key, number = (layout, rank, size, batch, num_heads, num_slots), num_slots // size
         if key not in self._in_rings:
-            first = layout.count(rank, self.ranges[..., 0].amin(1))[:, None] // size
-            ranges = layout.count(rank, self.ranges) - first[..., None] * size
+            first = layout.count(rank, self.ranges[..., 0].flatten(1).amin(1))[:, None] // size
+            begins = (first * size).view(batch, *[1] * (self.ranges.dim() - 1))
+            ranges = layout.count(rank, self.ranges) - begins
             pages, rows = (torch.arange(n, device=keys.device) for n in (number, batch))
             table = (first + pages) % number + rows[:, None] * (number * num_heads)
             self._in_rings[key] = ranges.to(torch.int32), table.to(torch.int32)
@@ -95,6 +113,12 @@ class KeyRanges:
     def first(self) -> int:
         """The first slot that any query sees."""
         return int(self.ranges[..., 0].min())
+
+    @property
+    def last_slots(self) -> Tensor:
+        """The last slot that each query sees, int64 [batch, seqlen_q]: its own, padding aside."""
+        ends = self.ranges[..., 1] - 1
+        return ends if self.skipped is None else ends.amax(-1)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -148,19 +172,23 @@ def tree_attention_mask(
             agrees = _agrees(mask_function, begin, end, batch_size, kv_offset, kv_length)
             if not _holds(agrees, _NO_RANGE, waits):
                 unsupported = _NO_RANGE
-    ranges = begin_end.expand(batch_size, q_length, 2)
+    ranges, skipped = begin_end.expand(batch_size, q_length, 2), None
     if attention_mask is not None and unsupported is None:
         unsupported = _refuse_padding(
             attention_mask, batch_size, (q_offset + q_length, kv_offset + kv_length), waits
         )
         if unsupported is None:
             first, last, has_holes = _visible_run(attention_mask)
-            if not _holds(~has_holes, _HOLE, waits):
-                unsupported = _describe_hole(attention_mask, int(q_offset))
-            ranges = torch.stack(
-                (torch.maximum(begin, first[:, None]), torch.minimum(end, last[:, None])), dim=-1
-            )
-    return KeyRanges(ranges, kv_length, kv_offset, unsupported, local_size)
+            if _holds(~has_holes, _HOLE, waits):
+                ranges = torch.stack(
+                    (torch.maximum(begin, first[:, None]), torch.minimum(end, last[:, None])), -1
+                )
+            else:
+                unsupported = _refuse_holes(attention_mask, q_offset)
+                ranges, skipped = _around_holes(attention_mask, begin_end, local_size)
+                if unsupported is None and kv_offset > 0:
+                    unsupported = _refuse_dropped(ranges, kv_offset)
+    return KeyRanges(ranges, kv_length, kv_offset, unsupported, local_size, skipped)
 
 
 def _refuse_padding(
@@ -188,25 +216,97 @@ def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first, first + count, has_holes
 
 
-def check_steps_after(attention_mask: Tensor, num_cached: int) -> None:
-    """Raises NotImplementedError if tokens after a padding mask would have a hole before them, for
-    example if prompts are padded on the right."""
+def _around_holes(
+    attention_mask: Tensor, begin_end: Tensor, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """The ranges before and behind the hole of each row `[batch, seqlen_q, 2, 2]`, and the slots
+    of the hole before each query. A row without a hole has an empty range in front."""
+    runs = _runs(attention_mask)  # [batch, 2, 2]
+    (_, hole_begin), (hole_end, _) = (x.unbind(-1) for x in runs.unbind(1))
+    begin, end = begin_end.unbind(-1)
+    before = end - 1 - hole_begin[:, None]
+    skipped = torch.minimum(before.clamp(min=0), (hole_end - hole_begin)[:, None])
+    if window is not None:
+        # A window that reaches over the hole has as many tokens as one that does not.
+        unclamped = end - window
+        begin = torch.where(unclamped < hole_end[:, None], unclamped - skipped, unclamped)
+    begins = torch.maximum(begin[..., None], runs[:, None, :, 0])
+    return torch.stack((begins, torch.minimum(end[:, None], runs[:, None, :, 1])), -1), skipped
+
+
+def _runs(attention_mask: Tensor) -> Tensor:
+    """The runs of ones of each row, int64 `[batch, 2, 2]`; an only one is the second."""
+    visible = attention_mask != 0
+    begins = visible & ~torch.nn.functional.pad(visible, (1, 0))[:, :-1]
+    numbers = begins.cumsum(-1) * visible  # 1 in the first run, 2 in the second
+    firsts = torch.stack([(numbers == i).to(torch.uint8).argmax(-1) for i in (1, 2)], -1)
+    counts = torch.stack([(numbers == i).sum(-1) for i in (1, 2)], -1)
+    runs = torch.stack((firsts, firsts + counts), -1)
+    # The empty one in front begins where the only one does, as no query may see slots before.
+    only = torch.stack((firsts[:, :1].expand(-1, 2), runs[:, 0]), 1)
+    return torch.where((counts[:, 1] > 0)[:, None, None], runs, only)
+
+
+def _refuse_holes(attention_mask: Tensor, num_cached: int | Tensor) -> str | None:
+    """Refuses rows with several holes."""
+    if isinstance(num_cached, Tensor) and attention_mask.device.type != "cpu":
+        return _HOLE_IN_FIXED  # of which no step would know that there is a hole
+    found = {row: holes[1] for row, holes in _holes(attention_mask).items() if len(holes) > 1}
+    if not found:
+        return None
+    return _describe_hole(
+        "have at most one hole, zeros between ones", "a second hole", found, int(num_cached)
+    )
+
+
+def _refuse_dropped(ranges: Tensor, kv_offset: int) -> str | None:
+    """Refuses queries that see keys before the first one that the caller's own cache keeps."""
+    if int(ranges[..., 0].min()) >= kv_offset:
+        return None
+    return (
+        "the padding mask of a row has a hole, behind which a sliding window reaches further back "
+        f"than to slot {kv_offset}, with which the keys given begin: use a TreeCache"
+    )
+
+
+def longest_hole(attention_mask: Tensor) -> int:
+    """The largest number of zeros between two ones of a row."""
+    holes = (hole for row in _holes(attention_mask).values() for hole in row)
+    return max((end - begin for begin, end in holes), default=0)
+
+
+def check_steps_after(attention_mask: Tensor, num_cached: int, is_given: bool) -> None:
+    """Raises NotImplementedError if steps after a padding mask cannot be right: behind prompts that
+    are padded on the right, or where nobody gave the mask that hides tokens of the text."""
     followed = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
-    if bool(_visible_run(followed)[2]):
-        raise NotImplementedError(f"generate: {_describe_hole(followed, num_cached)}")
+    found = _holes(followed)
+    if is_given:
+        width = attention_mask.shape[1]
+        found = {row: holes[-1:] for row, holes in found.items() if holes[-1][1] == width}
+    if found:
+        first = {row: holes[0] for row, holes in found.items()}
+        words = _describe_hole("end with its last token", "a hole", first, num_cached)
+        raise NotImplementedError(f"generate: {words}")
 
 
-def _describe_hole(attention_mask: Tensor, num_cached: int) -> str:
-    """Describes the first hole of a padding mask: its place, its cause, and what to do about it."""
-    steps = attention_mask.to(torch.int8).diff(dim=1)  # -1 where ones end, 1 where they begin
+def _holes(attention_mask: Tensor) -> dict[int, list[tuple[int, int]]]:
+    """The holes of the rows that have some: the first column of zeros, and the next one of ones."""
+    visible = attention_mask.to(device="cpu") != 0
+    steps = visible.to(torch.int8).diff(dim=1)  # -1 where ones end, 1 where they begin
     ends, begins = steps == -1, steps == 1
-    before = ends.cumsum(1) > 0
-    rows = (begins & before).any(1).nonzero()[:, 0].tolist()
-    row = rows[0]
-    end = int((begins & before)[row].int().argmax()) + 1
-    begin = int((ends[row, : end - 1].nonzero()).max()) + 1
-    others = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
-    where = f"row {row}{others} has a hole, zeros at columns {begin} to {end - 1} between ones"
+    found = dict[int, list[tuple[int, int]]]()
+    for row in (begins & (ends.cumsum(1) > 0)).any(1).nonzero()[:, 0].tolist():
+        first, *_ = ends_of = (ends[row].nonzero()[:, 0] + 1).tolist()
+        after = [i for i in (begins[row].nonzero()[:, 0] + 1).tolist() if i > first]
+        found[row] = list(zip(ends_of, after, strict=False))
+    return found
+
+
+def _describe_hole(rule: str, what: str, found: dict[int, tuple[int, int]], num_cached: int) -> str:
+    """Describes the hole of the first row: its place, its cause, and what to do about it."""
+    row, (begin, end) = next(iter(found.items()))
+    others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    where = f"row {row}{others} has {what}, zeros at columns {begin} to {end - 1} between ones"
     if 0 < num_cached >= begin:  # the last token of a turn is not in the cache
         cause = (
             f"these are tokens of before, as the cache holds {num_cached}: if prompts were padded "
@@ -223,7 +323,7 @@ def _describe_hole(attention_mask: Tensor, num_cached: int) -> str:
             "between documents, pass attention_mask=torch.ones_like(input_ids); if they are "
             "padding, pad on the left alone, tokenizer.padding_side = 'left'"
         )
-    return f"the padding mask of each row must be one run of ones, but {where}; {cause}"
+    return f"the padding mask of each row must {rule}, but {where}; {cause}"
 
 
 def _agrees(

@@ -73,6 +73,9 @@ def new_layers(
             layers.append(ring(shard, size, kv_dtype, window=window))
         else:
             layers.append((TreeCacheLayer, StaticTreeCacheLayer)[is_fixed](shard, size, kv_dtype))
+    if any(keeps_state(layer) for layer in layers):
+        for layer in layers:
+            layer.is_beside_states = True
     if is_fixed:
         _note_first_allocations(layers)
     # A matrix product that makes keys of latents may round otherwise for another number of rows.

@@ -99,6 +99,7 @@ class TreeCacheLayer(CacheLayerMixin):
     # The number of layers whose first allocation is as large as this one's, which the first of them
     # compares with the memory that is free. The others have 1.
     allocates_for = 1
+    is_beside_states = False  # whether other layers of the model keep a state of all tokens
     keeps_last_pass = False  # for assisted decoding, which takes back all candidates of a pass
 
     key_rows: Tensor  # [batch, num_heads_kv, capacity, head_dim]

@@ -106,6 +106,7 @@ class _ExpandedLayer:
     def __init__(self, layer: LatentLayer, module: Any, weight: Tensor, dtype: torch.dtype) -> None:
         self.shard, self.kv_length, self.key_rows = layer.shard, layer.kv_length, layer.key_rows
         self.window, self.dropped = layer.window, layer.dropped
+        self.is_beside_states = layer.is_beside_states
         self.head_dim_v = module.v_head_dim
         self._layer, self._weight, self._dtype = layer, weight, dtype
 

@@ -25,13 +25,17 @@ class WindowLayer(TreeCacheLayer):
     A local slot is at the place of its number modulo the size of the buffers, which have room for
     this rank's slots of any `window + MARGIN` tokens, and a page. So a forward pass of up to
     `MARGIN` tokens, and one after a `crop` by as many, find all that their queries see. Those of a
-    longer one see a copy of the window with the new tokens, which lives as long as what `update`
+    longer one see a copy of these with the new tokens, which lives as long as what `update`
     returned. Attention takes the ring for pages, with a table that begins where a sequence's window
     does: one run of slots, wherever the device finds that it is.
+
+    Behind a hole of a padding mask queries reach back by its length in addition, for which the
+    margin has room, as long as new tokens and the hole are not more than it together.
     """
 
     is_sliding = True
     window: int
+    hole = 0  # the length of the longest hole that queries see around, where that is known
 
     def __init__(self, *args: Any, window: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -72,6 +76,29 @@ class WindowLayer(TreeCacheLayer):
         if self.dropped:
             self.hold({name: x.roll(self.dropped, 2) for name, x in self.buffers().items()}, 0)
 
+    def make_room_for(self, hole: int, num_slots: int) -> None:
+        """Lets queries see around a hole of so many slots, up to a length of the cache, or raises
+        NotImplementedError."""
+        if hole > MARGIN and num_slots > self.window + MARGIN:
+            raise NotImplementedError(
+                f"generate: the padding mask of a row has a hole of {hole} slots, and layers with "
+                f"a sliding window of {self.window} can see around {MARGIN} at most; give texts "
+                "whose lengths differ less, or the whole texts of all rows, padded on the left, "
+                "without a cache"
+            )
+        self.hole = min(hole, MARGIN)
+
+    def check_sees_around(self, first: int) -> None:
+        """Raises NotImplementedError if queries behind a hole see a slot that is gone."""
+        if first < self.first:
+            raise NotImplementedError(
+                f"tree_attention: behind the hole of a padding mask queries see slot {first}, and "
+                f"layers with a sliding window of {self.window} keep those from {self.first} on, "
+                f"{MARGIN} more than the window for hole and new tokens together: generate from "
+                "the cache, which allows for longer holes than a forward pass, or from the whole "
+                "texts of all rows, padded on the left, without a cache"
+            )
+
     def operands(self, buffers: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """The ring as `[num_pages, num_heads_kv, page_size, ...]`, a view with strides."""
         size, (batch, num_heads, num_slots, _) = self.page_size, self.key_rows.shape
@@ -85,20 +112,19 @@ class WindowLayer(TreeCacheLayer):
 
     def append(self, keys: Tensor, values: Tensor, slots: Tensor, num_tokens: int) -> KVShard:
         self._last_pass = None
-        if num_tokens <= MARGIN and current_token_split() is None:
+        if num_tokens <= MARGIN - self.hole and current_token_split() is None:
             return super().append(keys, values, slots, num_tokens)
         if torch.compiler.is_compiling():
             raise ValueError(
                 "TreeCache: where layers have a sliding window, a compiled forward pass takes at "
-                f"most {MARGIN} tokens, got {num_tokens}; compile that of one token alone"
+                f"most {MARGIN - self.hole} tokens, got {num_tokens}; compile that of one token "
+                "alone"
             )
         seen, length = copy.copy(self), self.length
-        # If the tokens of a shorter pass are split, `crop` can go back to before their window.
+        # All that there is: if the tokens of a shorter pass are split, `crop` can go back to before
+        # their window, and queries behind a hole see slots before it.
         seen.page_size = 0
-        seen.first = max(
-            self.first_kept(self._first, length),
-            length - self.window - max(0, MARGIN - num_tokens),
-        )
+        seen.first = self.first_kept(self._first, length)
         ends = seen.first, length, length + num_tokens
         begin, middle, end = (self.shard.count(slot) for slot in ends)
         before = self.places(torch.arange(begin, middle, device=keys.device))

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attention to keys in several parts, of which each is one call of `lean_decode`.
+
+Behind a hole of a padding mask, ALiBi counts tokens and not slots: the keys before it are nearer by
+its length than their slots say, so they are a call with other positions of the queries.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops import lean_decode, merge_states
+from .masks import KeyRanges
+
+
+class Part(NamedTuple):
+    """Keys that all queries see in one call; the ranges are in these keys."""
+
+    keys: Tensor
+    values: Tensor
+    ranges: Tensor  # int32 [batch, seqlen_q, (2,) 2]
+    options: Mapping[str, Any]  # of lean_decode
+
+    def of(self, tokens: slice) -> "Part":
+        """The part for some of the queries."""
+        options = dict(self.options)
+        if "query_positions" in options:
+            options["query_positions"] = options["query_positions"][:, tokens]
+        return self._replace(ranges=self.ranges[:, tokens], options=options)
+
+
+def parts_of(
+    keys: Tensor, values: Tensor, local: Tensor, options: Mapping[str, Any], ranges: KeyRanges
+) -> list[Part]:
+    """The parts of some keys, of which queries see the `local` ranges."""
+    if "alibi_slopes" not in options:
+        return [Part(keys, values, local, options)]
+    slots = ranges.last_slots
+    if ranges.skipped is None:
+        return [Part(keys, values, local, {**options, "query_positions": slots})]
+    both = (local[:, :, 0], slots - ranges.skipped), (local[:, :, 1], slots)
+    return [
+        Part(keys, values, own, {**options, "query_positions": positions})
+        for own, positions in both
+    ]
+
+
+def attend_to_parts(
+    query: Tensor, parts: Sequence[Part], out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The state of queries `[batch, num_heads_q, seqlen_q, head_dim]` over all parts."""
+    if len(parts) == 1:
+        return _attend(query, parts[0], out_dtype)
+    o, lse = zip(*(_attend(query, part, torch.float32) for part in parts), strict=True)
+    return merge_states(torch.stack(o), torch.stack(lse), out_dtype=out_dtype)
+
+
+def _attend(query: Tensor, part: Part, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    keys, values, ranges, options = part
+    return lean_decode(query, keys, values, ranges, out_dtype=out_dtype, **options)
