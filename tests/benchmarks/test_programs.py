@@ -46,7 +46,7 @@ def test_an_interpreter_of_its_own_finds_what_a_script_imports(tmp_path: Path) -
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_run_by_their_path_from_anywhere(script: str, tmp_path: Path) -> None:
     found = help_of(str(ROOT / "benchmarks" / script), tmp_path)
-    # What the referee finds is a table of docs/engines.md and no page of results.
+    # What the referee finds is pasted into results/referee.md.
     assert ("--out DIR" in found) == (script != "referee.py")
 
 

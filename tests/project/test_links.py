@@ -22,7 +22,7 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in ROOT.glob(f"{name}/**/*.md"))]
 )
 # Results that are kept by hand, or filled in by a program, without the header of a report.
-RECORDS = {"cpu_kernel_variants", "cuda_compiled", "cuda_first_run", "cuda_predicted"}
+RECORDS = {"cpu_kernel_variants", "cuda_compiled", "cuda_first_run", "cuda_predicted", "referee"}
 # Reports name the programs as they were called when the figures were taken.
 WRITTEN_BY_HAND = [p for p in PAGES if p.parent.name != "results" or p.stem in RECORDS]
 
