@@ -12,6 +12,7 @@
 #include "args/append.h"
 #include "args/checks.h"
 #include "args/decode.h"
+#include "args/index.h"
 #include "args/merge.h"
 #include "args/ranges.h"
 
@@ -151,6 +152,30 @@ void append_kv(const at::Tensor& k, const std::optional<at::Tensor>& v, at::Tens
                bool paged) {
   const c10::DeviceGuard guard(k.device());
   launch(prepare_append({k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, paged}));
+}
+
+// The arguments of IndexArgs, in the order of the schema.
+template <void (*launch)(const IndexParams&)>
+std::tuple<at::Tensor, at::Tensor> index_topk(
+    const at::Tensor& q, const at::Tensor& k, const std::optional<at::Tensor>& weights,
+    const std::optional<at::Tensor>& key_ranges, int64_t topk, double scale, int64_t block,
+    int64_t local_blocks, const std::optional<at::Tensor>& key_slots,
+    const std::optional<at::Tensor>& query_positions, const std::optional<at::Tensor>& page_table,
+    int64_t num_workers) {
+  const c10::DeviceGuard guard(q.device());
+  const IndexCall call = prepare_index({q, k, weights, key_ranges, topk, scale, block, local_blocks,
+                                        key_slots, query_positions, page_table, num_workers});
+  launch(call.params);
+  return {call.scores, call.slots};
+}
+
+template <void (*launch)(const MergeTopkParams&)>
+std::tuple<at::Tensor, at::Tensor> merge_topk(const at::Tensor& scores, const at::Tensor& slots,
+                                              int64_t topk) {
+  const c10::DeviceGuard guard(scores.device());
+  const MergeTopkCall call = prepare_merge_topk(scores, slots, topk);
+  launch(call.params);
+  return {call.scores, call.slots};
 }
 
 }  // namespace tree_attention

@@ -10,6 +10,7 @@
 
 #include "cpu/append.h"
 #include "cpu/decode.h"
+#include "cpu/index/index.h"
 #include "cpu/merge.h"
 #include "cpu/ranges.h"
 #include "experts/operator.h"
@@ -69,6 +70,12 @@ STABLE_TORCH_LIBRARY(tree_attention, m) {
       "*, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, bool paged=False) -> ()");
   m.def("lean_schedule(Tensor num_tiles, int num_workers) -> Tensor");
   m.def(
+      "index_topk(Tensor q, Tensor k, Tensor? weights=None, Tensor? key_ranges=None, *, int topk, "
+      "float scale=1.0, int block=1, int local_blocks=0, Tensor? key_slots=None, Tensor? "
+      "query_positions=None, Tensor? page_table=None, int num_workers=0) -> (Tensor scores, Tensor "
+      "slots)");
+  m.def("merge_topk(Tensor scores, Tensor slots, *, int topk) -> (Tensor scores, Tensor slots)");
+  m.def(
       "linear_of_experts(Tensor x, Tensor experts, Tensor weight, Tensor? scale, int front, bool "
       "is_transposed) -> Tensor");
 }
@@ -83,6 +90,8 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
   m.impl("append_kv", append_kv<cpu::append_kv>);
   m.impl("lean_schedule", lean_schedule);
   m.impl("linear_of_experts", linear_of_experts);
+  m.impl("index_topk", index_topk<cpu::index_topk>);
+  m.impl("merge_topk", merge_topk<cpu::merge_topk>);
 }
 
 #ifdef TREE_ATTENTION_WITH_CUDA
@@ -100,8 +109,9 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
 #endif
 
 TORCH_LIBRARY_IMPL(tree_attention, Autograd, m) {
-  for (const char* name : {"lean_decode", "lean_decode.out", "check_decode", "merge_states",
-                           "merge_states.out", "append_kv", "linear_of_experts"}) {
+  for (const char* name :
+       {"lean_decode", "lean_decode.out", "check_decode", "merge_states", "merge_states.out",
+        "append_kv", "linear_of_experts", "index_topk", "merge_topk"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradient>());
   }
 }

@@ -8,9 +8,10 @@ Which part is for whom:
 - You write an inference engine: `lean_decode` attends to the keys of one rank, `all_merge_states`
   merges the results of all ranks, and `tree_decode` does both. `append_kv` writes new keys into a
   cache, `merge_states` merges results in one process, and `AttentionOptions` lists the keyword
-  arguments. `BlockCyclic`, `Contiguous` and `ContiguousThenCyclic`, each a `ShardLayout`, say which
-  rank holds which token. A `Communicator` keeps connections between calls, `strategies` names the
-  ways to exchange, and an `ExchangeError` tells of a lost rank.
+  arguments. Where a model chooses its keys, `index_topk` chooses among those of one rank, and
+  `merge_topk` merges choices. `BlockCyclic`, `Contiguous` and `ContiguousThenCyclic`, each a
+  `ShardLayout`, say which rank holds which token. A `Communicator` keeps connections between calls,
+  `strategies` names the ways to exchange, and an `ExchangeError` tells of a lost rank.
 - You want sparse patterns or biases by position: `tree_attention.patterns` and
   `tree_attention.positions`.
 - You check an engine's own merge: `tree_attention.reference.conformance`; the definitions in
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .baselines import ring_decode, ring_pass_q_decode
     from .decode import tree_decode
     from .exchange import Communicator, ExchangeError, all_merge_states
+    from .index import index_topk, merge_topk
     from .ops import append_kv, lean_decode, lean_schedule, merge_states, reset_workspaces
     from .options import AttentionOptions
     from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
@@ -51,9 +53,11 @@ __all__ = [
     "__version__",
     "all_merge_states",
     "append_kv",
+    "index_topk",
     "lean_decode",
     "lean_schedule",
     "merge_states",
+    "merge_topk",
     "reset_workspaces",
     "ring_decode",
     "ring_pass_q_decode",
@@ -62,7 +66,7 @@ __all__ = [
 ]
 
 # The modules that define the names above. Each imports only modules that stand before it here.
-_WITH_NAMES = ("sharding", "options", "ops", "exchange", "decode", "baselines")
+_WITH_NAMES = ("sharding", "options", "ops", "index", "exchange", "decode", "baselines")
 _OTHERS = ("hf", "patterns", "positions", "reference")
 
 

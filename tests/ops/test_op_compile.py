@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers import assert_same_bits, make_problem
-from tree_attention import lean_decode, lean_schedule, merge_states
+from tree_attention import index_topk, lean_decode, lean_schedule, merge_states, merge_topk
 
 ops = torch.ops.tree_attention
 
@@ -76,6 +76,38 @@ def test_opcheck_merge_states(dtype, device):
 
 def test_opcheck_lean_schedule():
     check(ops.lean_schedule.default, (torch.tensor([3, 0, 7]).int(), 4), {})
+
+
+def index_problem(**options):
+    q, k = torch.randn(2, 4, 3, 16), torch.randn(2, 1, 40, 16)
+    options = {"topk": 5, "block": 4, "local_blocks": 1, **options}
+    options["query_positions"] = torch.full((2, 3), 39)
+    key_ranges = torch.tensor([[0, 30], [5, 40], [7, 7]]).int().expand(2, 3, 2)
+    return (q, k, torch.rand(2, 4, 3), key_ranges), options
+
+
+def test_opcheck_of_choices():
+    args, options = index_problem(key_slots=torch.arange(40).int() * 2)
+    check(ops.index_topk.default, args, options)
+    check(ops.index_topk.default, args[:2], {"topk": 50})
+    scores, slots = index_topk(*args, **options)
+    check(ops.merge_topk.default, (scores, slots), {"topk": 7})
+    check(ops.merge_topk.default, (scores.mT, slots.mT), {"topk": 2})
+
+
+def test_choices_look_alike_and_compile_into_one_graph():
+    def choose(args, options):
+        scores, slots = index_topk(*args, **options)
+        return merge_topk(torch.stack([scores, scores]), torch.stack([slots, slots]), topk=6)
+
+    args, options = index_problem()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert_same_metadata(choose(args, options), choose(*index_problem()))
+    compiled = torch.compile(choose, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_same_bits(compiled(args, options), choose(args, options))
+    with pytest.raises(ValueError, match=r"^index_topk: k must be on q's device meta, got cpu"):
+        index_topk(args[0].to("meta"), args[1], topk=2)
 
 
 def assert_same_metadata(fake, real):

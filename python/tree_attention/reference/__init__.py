@@ -7,5 +7,6 @@ the merge and the sharded decoding of any engine.
 """
 
 from .attention import attention, merge, merge_states, quantise
+from .choice import index_topk, merge_topk
 
-__all__ = ["attention", "merge", "merge_states", "quantise"]
+__all__ = ["attention", "index_topk", "merge", "merge_states", "merge_topk", "quantise"]

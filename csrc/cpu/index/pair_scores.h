@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// Products of pairs of bfloat16, of keys where they lie. Few heads are multiplied with lanes over
+// head_dim, more heads with lanes over heads: then no sum runs over lanes but the last one, and a
+// key is read in pairs that are the same for all lanes.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "cpu/bf16/pairs.h"
+#include "cpu/index/scores.h"
+#include "cpu/index/vector_scores.h"
+#include "cpu/vector/simd.h"
+
+namespace tree_attention::cpu {
+namespace {
+
+constexpr int kPairLanes = 2 * kLanes;
+// With up to so many heads, lanes over head_dim take less time: half as much with four heads.
+constexpr int64_t kFewHeads = 8;
+
+// products [kRows, kKeyBlock] of rows of bfloat16, kTileColumns apart; q has rows of `stride`
+// elements, padded with zeros.
+template <int kRows>
+inline void multiply_pairs(const BFloat16* q, int64_t stride, const BFloat16* const* keys,
+                           int64_t head_dim, float* products) {
+  Vec sums[kRows][kKeyBlock];
+  for (auto& row : sums) {
+    for (Vec& sum : row) sum = zero();
+  }
+  const auto accumulate = [&](int64_t d, const auto& load_key) {
+    __m512i k[kKeyBlock];
+    for (int key = 0; key < kKeyBlock; ++key) load_key(keys[key] + d, k[key]);
+    for (int row = 0; row < kRows; ++row) {
+      const __m512i x = _mm512_loadu_si512(q + row * stride + d);
+      for (int key = 0; key < kKeyBlock; ++key) sums[row][key] = dot(x, k[key], sums[row][key]);
+    }
+  };
+  int64_t d = 0;
+  for (; d + kPairLanes <= head_dim; d += kPairLanes) {
+    accumulate(d, [](const BFloat16* p, __m512i& x) { x = _mm512_loadu_si512(p); });
+  }
+  if (d < head_dim) {
+    const int rest = static_cast<int>(head_dim - d);
+    accumulate(d, [rest](const BFloat16* p, __m512i& x) { x = load_16_bit(p, rest); });
+  }
+  store_sums<kRows>(sums, products, kTileColumns);
+}
+
+// Words of pairs, of which the last one of an odd head_dim has one element.
+inline int64_t pairs_of(int64_t head_dim) { return (head_dim + 1) / 2; }
+
+// sums [kVecs, kKeys], lanes over heads: q [kVecs, pairs, kLanes] times keys.
+template <int kVecs, int kKeys>
+inline void multiply_heads(const uint32_t* q, int64_t head_dim, const BFloat16* const* keys,
+                           Vec (&sums)[kVecs][kKeys]) {
+  const int64_t pairs = pairs_of(head_dim);
+  for (auto& vec : sums) {
+    for (Vec& sum : vec) sum = zero();
+  }
+  const auto accumulate = [&](int64_t pair, const auto& load_word) {
+    __m512i x[kVecs];
+    for (int vec = 0; vec < kVecs; ++vec) {
+      x[vec] = _mm512_loadu_si512(q + (vec * pairs + pair) * kLanes);
+    }
+    for (int key = 0; key < kKeys; ++key) {
+      __m512i word;
+      load_word(keys[key] + 2 * pair, word);
+      for (int vec = 0; vec < kVecs; ++vec) sums[vec][key] = dot(x[vec], word, sums[vec][key]);
+    }
+  };
+  for (int64_t pair = 0; pair < head_dim / 2; ++pair) {
+    accumulate(pair, [](const BFloat16* p, __m512i& x) { x = broadcast_pair(p); });
+  }
+  if (head_dim % 2 == 1) {
+    accumulate(pairs - 1, [](const BFloat16* p, __m512i& x) { x = _mm512_set1_epi32(p->bits); });
+  }
+}
+
+struct PairScores {
+  static bool takes(const IndexHeads& heads) { return heads.dtype == DataType::kBFloat16; }
+  static bool has_few_heads(const IndexHeads& heads) { return heads.num_heads <= kFewHeads; }
+  static int64_t vecs(const IndexHeads& heads) { return (heads.num_heads + kLanes - 1) / kLanes; }
+  static int64_t row_stride(const IndexHeads& heads) {
+    return (heads.head_dim + kPairLanes - 1) / kPairLanes * kPairLanes;
+  }
+
+  static size_t query_bytes(const IndexHeads& heads) {
+    if (!takes(heads)) return VectorScores::query_bytes(heads);
+    if (has_few_heads(heads)) return heads.num_heads * row_stride(heads) * sizeof(BFloat16);
+    // and the weights, padded with zeros
+    return vecs(heads) * (pairs_of(heads.head_dim) + 1) * kLanes * sizeof(uint32_t);
+  }
+  static size_t scratch_bytes(const IndexHeads& heads) {
+    if (!takes(heads)) return VectorScores::scratch_bytes(heads);
+    return (has_few_heads(heads) ? heads.num_heads : kLanes) * kTileColumns * sizeof(float);
+  }
+
+  static void prepare(const IndexHeads& heads, void* query) {
+    if (!takes(heads)) return VectorScores::prepare(heads, query);
+    __builtin_memset(query, 0, query_bytes(heads));
+    const auto* const from = static_cast<const BFloat16*>(heads.q);
+    auto* const to = static_cast<BFloat16*>(query);
+    const int64_t pairs = pairs_of(heads.head_dim);
+    auto* const weights = reinterpret_cast<float*>(to) + vecs(heads) * pairs * kLanes;
+    for (int64_t head = 0; head < heads.num_heads; ++head) {
+      const BFloat16* const row = from + head * heads.q_stride;
+      if (has_few_heads(heads)) {
+        __builtin_memcpy(to + head * row_stride(heads), row, heads.head_dim * sizeof(BFloat16));
+        continue;
+      }
+      BFloat16* const lane = to + 2 * (head / kLanes * pairs * kLanes + head % kLanes);
+      for (int64_t d = 0; d < heads.head_dim; ++d) lane[d / 2 * 2 * kLanes + d % 2] = row[d];
+      if (heads.weights != nullptr) weights[head] = heads.weights[head];
+    }
+  }
+
+  static void score(const IndexHeads& heads, const void* query, const ScoreTile& tile,
+                    void* scratch, float* scores) {
+    if (!takes(heads)) return VectorScores::score(heads, query, tile, scratch, scores);
+    if (has_few_heads(heads)) return score_few_heads(heads, query, tile, scratch, scores);
+    const auto* const q = static_cast<const uint32_t*>(query);
+    auto* const sums = static_cast<float*>(scratch);
+    const int64_t num_vecs = vecs(heads);
+    for (int64_t vec = 0; vec < num_vecs;) {
+      switch (num_vecs - vec) {
+        case 1:
+          score_heads<1, 8>(heads, q, vec, tile, sums, scores);
+          vec += 1;
+          break;
+        case 2:
+          score_heads<2, 8>(heads, q, vec, tile, sums, scores);
+          vec += 2;
+          break;
+        case 3:
+          score_heads<3, 4>(heads, q, vec, tile, sums, scores);
+          vec += 3;
+          break;
+        default:
+          score_heads<4, 4>(heads, q, vec, tile, sums, scores);
+          vec += 4;
+      }
+    }
+    if (heads.weights == nullptr) return;
+    for (int key = 0; key < tile.count; key += kKeyBlock) {
+      Vec block[1][kKeyBlock];
+      for (int i = 0; i < kKeyBlock; ++i) block[0][i] = load(sums + (key + i) * kLanes);
+      store_sums<1>(block, scores + key, kTileColumns);
+    }
+  }
+
+ private:
+  static const BFloat16* key(const ScoreTile& tile, int i) {
+    return static_cast<const BFloat16*>(tile.keys[i < tile.count ? i : tile.count - 1]);
+  }
+
+  static void score_few_heads(const IndexHeads& heads, const void* query, const ScoreTile& tile,
+                              void* scratch, float* scores) {
+    const auto* const q = static_cast<const BFloat16*>(query);
+    auto* const products = static_cast<float*>(scratch);
+    const int64_t stride = row_stride(heads);
+    for (int first = 0; first < tile.count; first += kKeyBlock) {
+      const BFloat16* keys[kKeyBlock];
+      for (int i = 0; i < kKeyBlock; ++i) keys[i] = key(tile, first + i);
+      for_row_blocks(0, heads.num_heads, [&]<int kRows>(int64_t head) {
+        multiply_pairs<kRows>(q + head * stride, stride, keys, heads.head_dim,
+                              products + head * kTileColumns + first);
+      });
+    }
+    finish_scores(heads, tile.count, products, scores);
+  }
+
+  // Vectors [vec, vec + kVecs) of heads: adds what they weigh to sums [keys, kLanes], or stores
+  // scores.
+  template <int kVecs, int kKeys>
+  static void score_heads(const IndexHeads& heads, const uint32_t* q, int64_t vec,
+                          const ScoreTile& tile, float* sums, float* scores) {
+    const int64_t pairs = pairs_of(heads.head_dim);
+    const Vec scale = broadcast(heads.scale);
+    const auto* const weights = reinterpret_cast<const float*>(q + vecs(heads) * pairs * kLanes);
+    for (int first = 0; first < tile.count; first += kKeys) {
+      const BFloat16* keys[kKeys];
+      for (int i = 0; i < kKeys; ++i) keys[i] = key(tile, first + i);
+      Vec products[kVecs][kKeys];
+      multiply_heads<kVecs, kKeys>(q + vec * pairs * kLanes, heads.head_dim, keys, products);
+      if (heads.weights == nullptr) {
+        for (int v = 0; v < kVecs; ++v) {
+          for (int i = 0; i < kKeys; ++i) {
+            alignas(64) float lanes[kLanes];
+            store(lanes, mul(scale, products[v][i]));
+            const int64_t head = (vec + v) * kLanes;
+            for (int64_t n = 0; n < kLanes && head + n < heads.num_heads; ++n) {
+              scores[(head + n) * kTileColumns + first + i] = lanes[n];
+            }
+          }
+        }
+        continue;
+      }
+      for (int i = 0; i < kKeys; ++i) {
+        float* const place = sums + (first + i) * kLanes;
+        Vec sum = vec == 0 ? zero() : load(place);
+        for (int v = 0; v < kVecs; ++v) {
+          // A key that is infinite makes NaN of the zeros behind the last head.
+          const auto exists = first_lanes(static_cast<int>(heads.num_heads - (vec + v) * kLanes));
+          const Vec x = _mm512_maskz_mul_ps(exists, scale, products[v][i]);
+          sum = fma(load(weights + (vec + v) * kLanes), max_keep_nan(zero(), x), sum);
+        }
+        store(place, sum);
+      }
+    }
+  }
+};
+
+constexpr ScoreKernels kPairScores = {PairScores::query_bytes, PairScores::scratch_bytes,
+                                      PairScores::prepare, PairScores::score};
+
+}  // namespace
+}  // namespace tree_attention::cpu
