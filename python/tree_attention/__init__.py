@@ -9,9 +9,10 @@ Which part is for whom:
   merges the results of all ranks, and `tree_decode` does both. `append_kv` writes new keys into a
   cache, `merge_states` merges results in one process, and `AttentionOptions` lists the keyword
   arguments. Where a model chooses its keys, `index_topk` chooses among those of one rank, and
-  `merge_topk` merges choices. `BlockCyclic`, `Contiguous` and `ContiguousThenCyclic`, each a
-  `ShardLayout`, say which rank holds which token. A `Communicator` keeps connections between calls,
-  `strategies` names the ways to exchange, and an `ExchangeError` tells of a lost rank.
+  `all_merge_topk` or `merge_topk` merges choices. `BlockCyclic`, `Contiguous` and
+  `ContiguousThenCyclic`, each a `ShardLayout`, say which rank holds which token. A `Communicator`
+  keeps connections between calls, `strategies` names the ways to exchange, and an `ExchangeError`
+  tells of a lost rank.
 - You want sparse patterns or biases by position: `tree_attention.patterns` and
   `tree_attention.positions`.
 - You check an engine's own merge: `tree_attention.reference.conformance`; the definitions in
@@ -32,7 +33,7 @@ from ._loader import __version__, load
 if TYPE_CHECKING:
     from .baselines import ring_decode, ring_pass_q_decode
     from .decode import tree_decode
-    from .exchange import Communicator, ExchangeError, all_merge_states
+    from .exchange import Communicator, ExchangeError, all_merge_states, all_merge_topk
     from .index import index_topk, merge_topk
     from .ops import append_kv, lean_decode, lean_schedule, merge_states, reset_workspaces
     from .options import AttentionOptions
@@ -52,6 +53,7 @@ __all__ = [
     "ShardLayout",
     "__version__",
     "all_merge_states",
+    "all_merge_topk",
     "append_kv",
     "index_topk",
     "lean_decode",

@@ -3,7 +3,8 @@
 
 From the public function down to the sockets; a module imports only what stands below it:
 
-    merge           `all_merge_states`; `compile` makes it an operator of compiled graphs
+    merge, topk     `all_merge_states` and `all_merge_topk`; `compile` makes them operators of
+                    compiled graphs
     communicator    the collective calls of one process group, and the buffers behind them
     agreement/      all ranks make the same call and return in time, or all raise
     auto/           the strategy that "auto" takes, prepared for a state
@@ -33,6 +34,7 @@ from .options import (
     resolve_group,
 )
 from .strategies import candidates, strategies
+from .topk import all_merge_topk
 from .transport.buffers import MAX_KEPT_BYTES, State, StateLayout
 from .transport.deadlines import call_before, remaining
 from .transport.messages import Round
@@ -60,6 +62,7 @@ __all__ = [
     "StateLayout",
     "Topology",
     "all_merge_states",
+    "all_merge_topk",
     "calibrate",
     "call_before",
     "candidates",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ..index import merge_topk
 from ..ops import merge_states
 from .agreement.group_lock import GroupLock, NoLock, lock_of
 from .agreement.queries import Queries, warn_of_rounding
@@ -31,6 +32,7 @@ from .options import (
     ExchangeOptions,
     MergeOptions,
     Timeout,
+    check_choice,
     check_gather,
     check_no_gradient,
     check_state,
@@ -144,6 +146,17 @@ class Communicator:
             state = self.state(o.shape, o.device, exchange.payload_dtype)
             state.load(o, lse)
             return self.merge(call, (), state, exchange, explain=explain)
+
+    def all_merge_topk(
+        self, scores: Tensor, slots: Tensor, *, topk: int, timeout: Timeout = None
+    ) -> tuple[Tensor, Tensor]:
+        """`tree_attention.all_merge_topk` over this communicator."""
+        op = "all_merge_topk"
+        with self.begin(op, timeout) as call:
+            topk = check_choice(op, scores, slots, topk)
+            if self.world_size == 1:
+                return merge_topk(scores[None], slots[None], topk=topk)
+            return self.merge_topk(call, (), scores, slots, topk)
 
     def all_reduce(
         self, x: Tensor, *, payload_dtype: torch.dtype | None = None, timeout: Timeout = None
@@ -402,6 +415,31 @@ class Communicator:
             # After the call: it is the caller's stream, which may be closed.
             print(self._resources.explanation(layout, device, options), flush=True)
         return outputs
+
+    def merge_topk(
+        self,
+        call: "Call",
+        signature: Signature,
+        scores: Tensor,
+        slots: Tensor,
+        topk: int,
+        queries: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Merges all ranks' choices as `call`; the fields of `signature` must be equal on all."""
+        entries = torch.stack((scores.view(torch.int32), slots))[None]
+        counts = (1,) * self.world_size
+        gathered = call.run(
+            (
+                *signature,
+                ("shape of scores", tuple(scores.shape)),
+                ("topk", topk),
+                ("device", scores.device.type),
+            ),
+            lambda deadline: self.gather(entries, counts, 0, deadline),
+            scores.device,
+            queries=queries,
+        )
+        return merge_topk(gathered[:, 0].view(torch.float32), gathered[:, 1], topk=topk)
 
     def fields(
         self, layout: StateLayout, options: ExchangeOptions, device: torch.device

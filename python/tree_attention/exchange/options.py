@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._numbers import as_integers, as_real, boolean, integer, shown
+from ..index import MAX_TOPK, check_cpu
 from ..options import MERGE, check_no_vmap, check_option_names, check_tensors
 from .strategies import STRATEGIES, candidates
 
@@ -114,8 +115,22 @@ def check_state(op: str, o: Tensor, lse: Tensor) -> None:
     _check_state_dtype(op, "o", o.dtype)
 
 
-def _shapes(o: Tensor, lse: Tensor) -> str:
-    return f"{o.dtype} {list(o.shape)} and {lse.dtype} {list(lse.shape)}"
+def check_choice(op: str, scores: Tensor, slots: Tensor, topk: int) -> int:
+    """The topk of a call of `op` with the choice of this rank."""
+    topk = integer(op, "topk", topk, 1, MAX_TOPK)
+    _check_inputs(op, scores=scores, slots=slots)
+    is_right = scores.dtype == torch.float32 and slots.dtype == torch.int32
+    if not is_right or scores.dim() == 0 or scores.shape != slots.shape:
+        raise ValueError(
+            f"{op}: scores must be float32 [..., k] and slots int32 of the same shape, got "
+            f"{_shapes(scores, slots)}"
+        )
+    check_cpu(op, "scores", scores)
+    return topk
+
+
+def _shapes(x: Tensor, y: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)} and {y.dtype} {list(y.shape)}"
 
 
 def check_timeout(op: str, timeout: float | timedelta) -> float:
