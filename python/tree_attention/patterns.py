@@ -15,12 +15,14 @@ patterns are put together by concatenation::
     )
     strided = torch.cat([window(slots, 128), dilated(slots, 1024, dilation=128)], dim=2)
 
-Heads may have patterns of their own: `by_head` makes them sequences of one call. Where a cache is
+Heads may have patterns of their own: `by_head` makes them sequences of one call. Where each query
+has chosen its keys, as `index_topk` does, `by_rows` makes them pages. Where a cache is
 split over ranks, `local` gives each rank its part of the ranges. Many small pieces are faster as a
 list of pages, which `page_lists` makes where the cache has pages. Nothing is read back from a GPU,
 so that calls can be captured in CUDA graphs.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -36,6 +38,7 @@ from .sharding import ShardLayout
 __all__ = [
     "block",
     "by_head",
+    "by_rows",
     "dilated",
     "first",
     "global_tokens",
@@ -253,6 +256,177 @@ def by_head(
         v.flatten(0, 1)[:, None],
         torch.stack(padded, dim=1).flatten(0, 1),
     )
+
+
+def by_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    block: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `lean_decode` and `tree_decode` with which each query sees chosen keys.
+
+    Each query of each kv head becomes a sequence whose pages are the chosen rows of the cache, in
+    place: no key is copied. ::
+
+        q1, k1, v1, key_ranges, page_table = by_rows(q, k, v, rows)
+        o, lse = lean_decode(q1, k1, v1, key_ranges, page_table=page_table)
+        o = o.view(batch, num_heads_kv, seqlen_q, -1, head_dim_v).transpose(2, 3).flatten(1, 2)
+        lse = lse.view(batch, num_heads_kv, seqlen_q, -1).transpose(2, 3).flatten(1, 2)
+
+    Args:
+        q: `[batch, num_heads_q, seqlen_q, head_dim]`.
+        k, v: `[batch, num_heads_kv, seqlen_k, head_dim]`, any strides with a contiguous last axis.
+        rows: int32 `[batch, 1 or num_heads_kv, seqlen_q, n]`: the keys that a query sees, or blocks
+            of `block` keys, in ascending order and then -1; `ShardLayout.local_rows` gives those of
+            a rank. This is checked on the CPU.
+        lengths: integers `[batch, seqlen_q]`: a query sees of its rows and blocks the keys below
+            it. None: all.
+        block: keys of a block.
+
+    Returns:
+        q `[batch * num_heads_kv * seqlen_q, num_heads_q / num_heads_kv, 1, head_dim]`, pages of k
+        and v, int32 key_ranges and int32 page_table. Sequences are in the order of (batch, kv head,
+        query).
+
+    Raises:
+        ValueError: a tensor has another shape or dtype, rows are not ascending, or one is not in
+            the cache.
+        TypeError: an argument is no tensor, or block no integer.
+
+    For example::
+
+        import torch
+        from tree_attention import lean_decode
+        from tree_attention.patterns import by_rows
+
+        q = torch.randn(1, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
+        k, v = torch.randn(1, 1, 100, 64), torch.randn(1, 1, 100, 64)  # 100 keys of 1 kv head
+        rows = torch.tensor([[[[3, 50, 99, -1]]]], dtype=torch.int32)
+        q1, k1, v1, key_ranges, page_table = by_rows(q, k, v, rows)
+        o, lse = lean_decode(q1, k1, v1, key_ranges, page_table=page_table)
+        chosen, _ = lean_decode(q, k[:, :, [3, 50, 99]], v[:, :, [3, 50, 99]])
+        print(torch.allclose(o, chosen, atol=1e-6))  # True
+    """
+    check_tensors("by_rows", q=q, k=k, v=v, rows=rows)
+    block = _size("by_rows", "block", block)
+    _check_cache(q, k, v)
+    batch, num_heads, seqlen_k = k.shape[:3]
+    seqlen_q = q.shape[2]
+    _check_rows(rows, batch, num_heads, seqlen_q, -(-seqlen_k // block))
+    limit: int | Tensor = seqlen_k
+    if lengths is not None:
+        check_tensors("by_rows", lengths=lengths)
+        is_right = lengths.shape == (batch, seqlen_q)
+        _check_integers("by_rows", "lengths", lengths, is_right, f"[{batch}, {seqlen_q}]")
+        limit = lengths.long().clamp(0, seqlen_k)[:, None, :, None]
+    rows = rows.expand(batch, num_heads, seqlen_q, rows.shape[3]).long()
+    is_none = rows < 0
+    ends = (limit - rows * block).clamp(0, block).masked_fill(is_none, 0).sum(-1)
+    ends = ends.reshape(-1, 1)
+    # The last block may not be whole: pages are then parts of blocks.
+    size = math.gcd(block, seqlen_k % block)
+    factors = _page_factors(k, v)
+    numbers = rows * (block * factors[2])
+    if size < block:
+        parts = torch.arange(0, block, size, device=rows.device) * factors[2]
+        numbers = (numbers[..., None] + parts).flatten(-2)
+        is_none = is_none.repeat_interleave(block // size, dim=-1)
+    firsts = [
+        torch.arange(count, device=rows.device) * factor
+        for count, factor in zip((batch, num_heads), factors, strict=False)
+    ]
+    numbers = numbers + (firsts[0][:, None] + firsts[1])[..., None, None]
+    return (
+        q.unflatten(1, (num_heads, -1)).transpose(2, 3).flatten(0, 2)[:, :, None],
+        _pages(k, size, factors),
+        _pages(v, size, factors),
+        torch.stack([torch.zeros_like(ends), ends], dim=-1).int(),
+        numbers.masked_fill(is_none, 0).int().flatten(0, 2),
+    )
+
+
+def _check_cache(q: Tensor, k: Tensor, v: Tensor) -> None:
+    axes = "[batch, heads, tokens, head_dim]"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"by_rows: {name} must have shape {axes}, got {list(x.shape)}")
+        if x.shape[3] > 1 and x.stride(3) != 1:
+            raise ValueError(
+                f"by_rows: {name} must have a contiguous last axis, got stride {x.stride(3)}"
+            )
+    if v.shape[:3] != k.shape[:3] or k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"by_rows: k and v must have q's batch and the same heads and tokens, got q "
+            f"{list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"by_rows: num_heads_q must be a multiple of num_heads_kv, got {q.shape[1]} and "
+            f"{k.shape[1]}"
+        )
+
+
+def _check_rows(rows: Tensor, batch: int, num_heads: int, seqlen_q: int, end: int) -> None:
+    is_right = rows.dim() == 4 and rows.shape[1] in (1, num_heads)
+    is_right = is_right and (rows.shape[0], rows.shape[2]) == (batch, seqlen_q)
+    if not is_right or rows.dtype != torch.int32:
+        heads = "1" if num_heads == 1 else f"1 or {num_heads}"
+        raise ValueError(
+            f"by_rows: rows must be int32 of shape [{batch}, {heads}, {seqlen_q}, n], got "
+            f"{rows.dtype} of shape {list(rows.shape)}"
+        )
+    if rows.device.type != "cpu" or rows.numel() == 0 or torch.compiler.is_compiling():
+        return
+    largest = int(rows.max())
+    if largest >= end:
+        raise ValueError(f"by_rows: rows must be below {end}, as k has them, got {largest}")
+    before, after = rows[..., :-1], rows[..., 1:]
+    is_ascending = (after == -1) | ((before >= 0) & (after > before))
+    if int(rows.min()) < -1 or not bool(is_ascending.all()):
+        raise ValueError(
+            "by_rows: rows must be in ascending order, each once, and then -1; "
+            "ShardLayout.local_rows sorts them"
+        )
+
+
+def _page_factors(k: Tensor, v: Tensor) -> list[int]:
+    """What a sequence, a kv head and a row add to the number of a page, the same for both."""
+    factors = []
+    for x in (k, v):
+        unit = _unit(x)
+        factors.append([stride // unit for stride in _strides(x)])
+    if factors[0] != factors[1]:
+        raise ValueError(
+            f"by_rows: v must lie in memory as k does, got strides {list(k.stride())} of k and "
+            f"{list(v.stride())} of v; v.contiguous() and k.contiguous() do"
+        )
+    number = sum(f * (n - 1) for f, n in zip(factors[0], k.shape, strict=False))
+    if number >= 2**31:
+        raise ValueError(f"by_rows: k must have below 2^31 rows in memory, got {number}")
+    return factors[0]
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Those of the first three axes, 0 where there is but one."""
+    return [stride if n > 1 else 0 for stride, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
+
+
+def _unit(x: Tensor) -> int:
+    return math.gcd(*_strides(x)) or 1
+
+
+def _pages(x: Tensor, size: int, factors: list[int]) -> Tensor:
+    """The rows of a cache as pages of `size` rows, one kv head each, which may overlap."""
+    batch, num_heads, seqlen_k, head_dim = x.shape
+    last = (batch - 1, num_heads - 1, seqlen_k - size)
+    number = sum(f * n for f, n in zip(factors, last, strict=True))
+    num_pages = number + 1 if x.numel() else 0
+    strides = (_unit(x), head_dim, x.stride(2), 1)
+    return x.as_strided((num_pages, 1, size, head_dim), strides)
 
 
 def local(key_ranges: Tensor, layout: ShardLayout, rank: int) -> Tensor:

@@ -131,6 +131,34 @@ class ShardLayout(ABC):
         local = self.count(rank, slots)
         return _where(self.count(rank, slots + 1) > local, local, -1)
 
+    def local_rows(self, rank: int, slots: Tensor, block: int = 1) -> Tensor:
+        """The local slots of `rank` among chosen global slots, or blocks of slots.
+
+        Equivalent PyTorch, for one choice of slots::
+
+            held = layout.local_slots_of(rank, slots[slots >= 0]).sort().values
+            rows = torch.full_like(slots, -1)
+            rows[: (held >= 0).sum()] = held[held >= 0]
+
+        Args:
+            slots: integers `[..., n]`: what `all_merge_topk` returns; those below 0 are none.
+            block: slots of a block, where blocks were chosen.
+
+        Returns:
+            int32 `[..., n * block]`: the local slots in ascending order, and then -1. It is what
+            `patterns.by_rows` takes.
+        """
+        block = self._at_least_1("block", block)
+        slots = self._int64("slots", torch.as_tensor(slots))
+        if block > 1:
+            offsets = torch.arange(block, device=slots.device)
+            slots = torch.where(slots < 0, -1, slots * block)[..., None]
+            slots = torch.where(slots < 0, -1, slots + offsets).flatten(-2)
+        rows = self.local_slots_of(rank, slots).int()
+        behind = torch.iinfo(torch.int32).max
+        rows = torch.where(rows < 0, behind, rows).sort().values
+        return torch.where(rows == behind, -1, rows)
+
     def _integer(self, name: str, value: object) -> int:
         found = as_integer(value)
         if found is None:
