@@ -16,6 +16,7 @@ from ..weights.mesh import Mesh
 from ..weights.split import mesh_of, own_heads
 from .cache.growing import KVShard, TreeCacheLayer, as_autocast
 from .cache.latent import LatentLayer, attend_to_latents
+from .cache.prefix import Prefix
 from .cache.shard import Shard
 from .cache.token_split import current_token_split
 from .cache.window import WindowLayer
@@ -118,13 +119,19 @@ def _over_shard(
     if isinstance(layer, WindowLayer) and layer.page_size:
         place = shard.layout, shard.rank, layer.key_rows, layer.page_size
         local_ranges, keywords["page_table"] = ranges.in_ring(*place)
-    elif is_alone:
+    elif is_alone and layer.prefix is None:
         local_ranges = ranges.whole(layer.dropped)
     else:
-        local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
-    if shard.blocks.size or (not is_alone and "alibi_slopes" in keywords):
-        keywords["key_layout"] = shard.layout.key_layout(shard.rank)
+        first = None if layer.prefix is None else layer.prefix.length
+        local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped, first)
+    # In a world of one, and from its first slot on, keys have the numbers of their slots.
+    counts_slots = is_alone and layer.dropped == 0
+    if shard.blocks.size or ("alibi_slopes" in keywords and not counts_slots):
+        first, block, stride = shard.layout.key_layout(shard.rank)
+        keywords["key_layout"] = first + layer.dropped // block * stride, block, stride
     parts = parts_of(keys, values, local_ranges, keywords, ranges)
+    if layer.prefix is not None:
+        parts = [*_parts_of_prefix(layer, layer.prefix, keywords, ranges), *parts]
     if is_alone:
         return attend_to_parts(query, parts, out_dtype)
     if len(parts) > 1 and shard.blocks.size:
@@ -154,6 +161,19 @@ def _over_shard(
     states = (decode(query[:, :, own], [part.of(own) for part in parts]) for own in pieces)
     o, lse = zip(*states, strict=True)
     return torch.cat(o, dim=2), torch.cat(lse, dim=2)
+
+
+def _parts_of_prefix(
+    layer: TreeCacheLayer, prefix: Prefix, keywords: dict[str, Any], ranges: KeyRanges
+) -> list[Part]:
+    """The keys with which all rows begin."""
+    place = layer.shard.layout, layer.shard.rank
+    keys, values, scales = layer.operands(prefix.buffers)
+    keywords = keywords | scales
+    if "key_layout" in keywords:
+        keywords["key_layout"] = place[0].key_layout(place[1])
+    parts = parts_of(keys, values, ranges.local(*place), keywords, ranges)
+    return [part._replace(is_common=True) for part in parts]
 
 
 def _check_layer(layer: TreeCacheLayer, ranges: KeyRanges) -> None:

@@ -75,12 +75,20 @@ class KeyRanges:
     def to(self, _: torch.dtype) -> "KeyRanges":  # MPT makes a mask of bool
         return self
 
-    def local(self, layout: ShardLayout, rank: int, dropped: int = 0) -> Tensor:
-        """The ranges in local slots of `rank`, counted from the one with the number `dropped`."""
+    def local(
+        self, layout: ShardLayout, rank: int, dropped: int = 0, first: int | None = None
+    ) -> Tensor:
+        """The ranges in local slots of `rank`, counted from the one with the number `dropped`, or
+        of the ranges the part from the global slot `first` on."""
         # This is `layout.local_range` for the begins and the ends in one call: the local begin is
         # the number of slots that the rank holds before the range, and the end likewise.
-        key = layout, rank, dropped
-        return self._once(key, lambda: layout.count(rank, self.ranges) - dropped)
+        key = layout, rank, dropped, first
+
+        def count() -> Tensor:
+            ranges = self.ranges if first is None else self.ranges.clamp(min=first)
+            return layout.count(rank, ranges) - dropped
+
+        return self._once(key, count)
 
     def whole(self, dropped: int = 0) -> Tensor:
         """The ranges in slots of unsharded keys, which begin with slot `kv_offset + dropped`."""

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Attention to keys in several parts, of which each is one call of `lean_decode`.
 
+Rows that begin with one document are queries of one state over its keys: all of them are one call
+over these, as queries of one sequence, and each sees its own keys in another.
+
 Behind a hole of a padding mask, ALiBi counts tokens and not slots: the keys before it are nearer by
 its length than their slots say, so they are a call with other positions of the queries.
 """
@@ -22,6 +25,7 @@ class Part(NamedTuple):
     values: Tensor
     ranges: Tensor  # int32 [batch, seqlen_q, (2,) 2]
     options: Mapping[str, Any]  # of lean_decode
+    is_common: bool = False  # whether all rows see the keys of one sequence
 
     def of(self, tokens: slice) -> "Part":
         """The part for some of the queries."""
@@ -58,5 +62,15 @@ def attend_to_parts(
 
 
 def _attend(query: Tensor, part: Part, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    keys, values, ranges, options = part
-    return lean_decode(query, keys, values, ranges, out_dtype=out_dtype, **options)
+    keys, values, ranges, options, is_common = part
+    if not is_common:
+        return lean_decode(query, keys, values, ranges, out_dtype=out_dtype, **options)
+    rows = query.shape[0], query.shape[2]
+    options = dict(options)
+    if "query_positions" in options:
+        options["query_positions"] = options["query_positions"].flatten()[None]
+    # A view, where each row has one token.
+    queries, ranges = query.transpose(0, 1).flatten(1, 2)[None], ranges.flatten(0, 1)[None]
+    state = lean_decode(queries, keys, values, ranges, out_dtype=out_dtype, **options)
+    o, lse = (x[0].unflatten(1, rows).transpose(0, 1) for x in state)
+    return o, lse

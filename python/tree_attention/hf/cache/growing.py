@@ -13,9 +13,12 @@ from ..._numbers import integer
 from ...ops import append_kv
 from .memory import Need, is_out_of_memory
 from .operands import check_taken
+from .prefix import Prefix
 from .shard import Shard
 from .token_split import TokenSplit, current_token_split
 
+# By how many local slots the rows behind a common document grow at most: they are several.
+_GROWTH_OF_OWN = 64
 # transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
 # number <= 0. The name of the parameter tells which.
 CROP_KEEPS = "max_length" in inspect.signature(DynamicLayer.crop).parameters
@@ -94,6 +97,9 @@ class TreeCacheLayer(CacheLayerMixin):
     window: int | None = None  # no query sees more slots than this; None: any
     first = 0  # the global slot from which on this layer holds all slots, on all ranks together
     dropped = 0  # number of local slots before the one at the beginning of the buffers
+    # What all rows begin with, if they share it; the buffers are of the slots behind it.
+    prefix: Prefix | None = None
+    lent = 0  # the number of tokens for which other caches read these buffers
     page_size = 0  # of the pages in which a ring is attended to; 0: the buffers are no ring
     max_length: int | None = None  # of a cache of fixed size
     # The number of layers whose first allocation is as large as this one's, which the first of them
@@ -163,6 +169,11 @@ class TreeCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             return None
         own = f"this rank's are layer.buffers()[{name!r}][:, :, layer.held()]"
+        if self.prefix is not None:
+            raise RuntimeError(
+                f"TreeCache: no tensor has the {name} of rows that share {self.prefix.length} "
+                f"tokens: these are in the cache that was shared, and {own}"
+            )
         if self.shard.world_size > 1:
             raise RuntimeError(
                 f"TreeCache: the {name} of a layer are spread over {self.shard.world_size} ranks, "
@@ -237,7 +248,7 @@ class TreeCacheLayer(CacheLayerMixin):
         # Ctrl-C is raised where functions are called and loops go on, not between these statements:
         # keys, values and scales always have equally many slots.
         self.key_rows, self.value_rows = buffers["keys"], buffers["values"]
-        self.dropped = dropped
+        self.dropped, self.lent = dropped, 0
         if self.kv_dtype is not None:
             self.k_scale, self.v_scale = buffers["k_scale"], buffers["v_scale"]
 
@@ -261,8 +272,9 @@ class TreeCacheLayer(CacheLayerMixin):
         return torch.where(slots < 0, slots, slots - self.dropped) if self.dropped else slots
 
     def held(self) -> Tensor:
-        """The places of this rank's slots from `first` on that are in use."""
-        begin, end = self.shard.count(self.first), self.shard.count(self.length)
+        """The places of this rank's slots from `first` on that are in use, but for a prefix."""
+        first = self.first if self.prefix is None else self.prefix.length
+        begin, end = self.shard.count(first), self.shard.count(self.length)
         return self.places(torch.arange(begin, end, device=self.key_rows.device))
 
     @property
@@ -276,7 +288,10 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def capacity(self, num_slots: int) -> int:
         """The number of local slots to allocate where `num_slots` must be held."""
-        return -(-max(num_slots, self.reserved) // self.growth) * self.growth
+        growth = self.growth
+        if self.prefix is not None:
+            num_slots, growth = num_slots - self.dropped, min(growth, _GROWTH_OF_OWN)
+        return -(-max(num_slots, self.reserved) // growth) * growth
 
     def update(  # type: ignore[override]
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -343,6 +358,8 @@ class TreeCacheLayer(CacheLayerMixin):
             with torch.inference_mode(False):  # see _reallocate
                 moved = {name: x.to(key_states.device) for name, x in self.buffers().items()}
                 self.hold(moved, self.dropped)
+                if self.prefix is not None:
+                    self.prefix.move(key_states.device)
 
     def _kind(self, x: Tensor) -> tuple[torch.dtype | None, int, int]:
         """The dtype (unless it is converted to 8 bits), num_heads_kv and head_dim."""
@@ -373,6 +390,12 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def check_cut(self, length: int) -> None:
         """Raises ValueError if the layer cannot go back to the first `length` tokens."""
+        if self.prefix is not None and length < self.prefix.length:
+            raise ValueError(
+                f"TreeCache: crop can remove {self.length - self.prefix.length} of these "
+                f"{self.length} tokens, got {self.length - length}: all rows share the first "
+                f"{self.prefix.length}; crop the cache that was shared, and share it again"
+            )
         if length < self.shortest:
             raise ValueError(
                 f"TreeCache: crop can remove {self.length - self.shortest} of these "
@@ -383,11 +406,16 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def cut(self, length: int) -> None:
         """Forgets all tokens but the first `length`."""
+        if length < self.lent:  # others read what the next tokens would overwrite
+            size = self.key_rows.shape[2]
+            self._reallocate(slice(0, self.shard.count(length) - self.dropped), size, self.dropped)
         self.length = length
 
     def reset(self) -> None:
         """Forgets all tokens and keeps the buffers for the next batch of the same size."""
         self._shown = {}
+        if self.prefix is not None or self.lent > 0:
+            self.is_initialized, self.prefix, self.lent = False, None, 0  # others read the buffers
         self.length = self.first = self.dropped = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -413,7 +441,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def reserve(self, length: int) -> None:
         """Makes room for `length` global slots at the next allocation."""
-        self.reserved = self.shard.count(length)
+        self.reserved = self.shard.count(length) - (self.dropped if self.prefix else 0)
 
     @property
     def num_bytes(self) -> int:

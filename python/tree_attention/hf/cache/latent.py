@@ -106,7 +106,7 @@ class _ExpandedLayer:
     def __init__(self, layer: LatentLayer, module: Any, weight: Tensor, dtype: torch.dtype) -> None:
         self.shard, self.kv_length, self.key_rows = layer.shard, layer.kv_length, layer.key_rows
         self.window, self.dropped = layer.window, layer.dropped
-        self.is_beside_states = layer.is_beside_states
+        self.is_beside_states, self.prefix = layer.is_beside_states, None
         self.head_dim_v = module.v_head_dim
         self._layer, self._weight, self._dtype = layer, weight, dtype
 
@@ -132,6 +132,8 @@ def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
     # Multiplications for a head, a slot and `n` queries: `rank * (nope + v)` make the keys and
     # values and `n * (nope + rope + v)` use them; absorbed queries take `n * (rank + rope + rank)`.
     # All ranks decide alike.
+    if layer.prefix is not None:  # whose rows are not those of the others
+        return False
     split = current_token_split()
     num_queries = query.shape[2] if split is None else split.length // layer.shard.world_size
     rank, columns = layer.kv_lora_rank, module.qk_nope_head_dim + module.v_head_dim

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A transformers cache that is spread over ranks: each keeps its share of the slots."""
 
+import copy
 from collections.abc import Iterator
 from os import PathLike
 from typing import Any
@@ -20,6 +21,7 @@ from .build import keeps_state, new_layers
 from .growing import TreeCacheLayer, cropped_length, interrupted
 from .memory import in_words
 from .shard import Moves, Shard
+from .share import rows_behind
 from .snapshot import files as snapshot
 from .snapshot.index import describe_model, kinds_of_states, layers_of
 from .states import StateCache
@@ -91,8 +93,12 @@ class TreeCache(StateCache):
         super().__init__(new_layers(config, self.shard, growth, kv_dtype, max_length), config)
         kv = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
         self._first_kv, self._last_kv = kv[0], kv[-1]
-        self._made = self.kv_layers
+        self.note_layers()
         self._is_half_cut = False  # whether `crop` has reached some layers and not yet all
+
+    def note_layers(self) -> None:
+        """Notes which layers there are, of which no other may take the place."""
+        self._made = self.kv_layers
 
     def __repr__(self) -> str:
         layers = self.kv_layers
@@ -164,6 +170,81 @@ class TreeCache(StateCache):
             rows = torch.arange(len(layer.key_rows), device=layer.device)
             times = integer("TreeCache", "repeats", repeats)
             self.batch_select_indices(rows.repeat_interleave(times))
+
+    def share(self, batch: int) -> "TreeCache":
+        """A cache of `batch` rows that begin with all tokens of this one, which are stored once.
+
+        Equivalent, with a copy for each row::
+
+            shared = copy.deepcopy(cache)
+            shared.batch_repeat_interleave(batch)
+
+        Local, not collective: each rank makes its part. Attention reads the keys of these tokens
+        once for all rows. Layers with a window or a state copy what they keep. Both caches go on
+        independently, and more may be made. The result can be cropped down to these tokens, to ask
+        again, and `reorder_cache`, `batch_select_indices` and `copy.deepcopy` touch the tokens
+        behind them alone; it cannot be saved, resharded or shared.
+
+        Args:
+            batch: at least 1.
+
+        Raises:
+            TypeError, ValueError: `batch` is no such integer; this cache holds no tokens, several
+                sequences, or a part of a forward pass, was made by `share`, or has a max_length or
+                blocks of `deterministic`.
+
+        For example::
+
+            import torch
+            from transformers import AutoModelForCausalLM
+            from tree_attention import hf
+
+            model = hf.enable(AutoModelForCausalLM.from_pretrained("examples/passkey-llama"))
+            cache = hf.TreeCache(model.config)
+            with torch.no_grad():
+                model(torch.tensor([[5, 6, 7, 8]]), **{hf.CACHE_NAME: cache})
+            texts = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 10]])
+            shared = cache.share(2)
+            model.generate(texts, **{hf.CACHE_NAME: shared}, max_new_tokens=4, do_sample=False)
+            print(cache.get_seq_length(), shared.get_seq_length())  # 4 8
+        """
+        batch = integer("TreeCache", "batch of share", batch, 1)
+        self.check_not_shared("share")
+        if self.common_length("share") == 0:
+            raise ValueError(
+                "TreeCache.share: the cache holds no tokens; give them to a model first"
+            )
+        num_rows = len(self.kv_layers[0].key_rows)
+        if num_rows > 1:
+            raise ValueError(
+                f"TreeCache.share: the cache must hold one sequence, got {num_rows}; take one with "
+                "batch_select_indices, in a copy.deepcopy"
+            )
+        if self.max_length is not None:
+            raise ValueError(
+                f"TreeCache.share: the cache has max_length {self.max_length}, and what is shared "
+                "cannot be of fixed size; make the cache without"
+            )
+        if self.shard.blocks.size:
+            words = "is not supported, as rows attend to what they share in another call"
+            raise self.shard.blocks.refusal("TreeCache.share", words)
+        new = copy.copy(self)
+        new.layers = [rows_behind(layer, batch) for layer in self.layers]
+        new.note_layers()
+        return new
+
+    @property
+    def is_shared(self) -> bool:
+        """True where `share` made this cache, and it was not reset."""
+        return any(layer.prefix is not None for layer in self.kv_layers)
+
+    def check_not_shared(self, op: str) -> None:
+        """Raises ValueError where rows share their first tokens, which `op` does not support."""
+        if self.is_shared:
+            raise ValueError(
+                f"TreeCache.{op}: the rows of this cache share their first tokens; call it on the "
+                "cache that was shared"
+            )
 
     def activate_past_recording(self) -> None:
         """Refuses decoding that takes tokens back, before which transformers calls this."""
@@ -345,6 +426,7 @@ class TreeCache(StateCache):
 
     def signature(self, op: str) -> Signature:
         """The facts about the slots that ranks compare before `op`."""
+        self.check_not_shared(op)
         return (
             ("length", self.common_length(op)),
             ("layers", layers_of(self)),
@@ -359,5 +441,8 @@ class TreeCache(StateCache):
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes of the buffers that this rank has allocated for keys and values."""
-        return sum(layer.num_bytes for layer in self.kv_layers)
+        """Size in bytes of the buffers that this rank has allocated for keys and values, with those
+        that rows share, once."""
+        shared = (layer.prefix for layer in self.kv_layers)
+        own = sum(layer.num_bytes for layer in self.kv_layers)
+        return own + sum(prefix.num_bytes for prefix in shared if prefix is not None)

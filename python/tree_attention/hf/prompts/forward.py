@@ -98,7 +98,7 @@ def _token_split(
     """The split of the tokens of a forward pass; None: every rank computes all of them."""
     # Depends only on arguments that all ranks share.
     cache, mask = arguments.get(CACHE_NAME), arguments.get("attention_mask")
-    if not isinstance(cache, TreeCache) or cache.shard.world_size == 1:
+    if not isinstance(cache, TreeCache) or cache.shard.world_size == 1 or cache.is_shared:
         return None
     per_token = {name: arguments[name] for name in _AXES if arguments.get(name) is not None}
     tokens = per_token.get("input_ids", per_token.get("inputs_embeds"))

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""One document, many questions: rows that share a document are answered as each is alone.
+
+The mistakes these tests are for: a document that is stored or counted once for each row, a row that
+sees another row's tokens or an empty slot of the block where the document ends, tokens of the cache
+that was shared that overwrite what others read, bytes that a crop or a copy adds.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import run_ranks
+from tiers import tiers
+
+pytest.importorskip("transformers")
+
+from generations import nan_in_new_memory, same_on_all_ranks
+from questions import (
+    DOCUMENT,
+    Answer,
+    answers_alone,
+    ask,
+    check_answers,
+    make_model,
+    questions_behind,
+)
+from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, hf
+from tree_attention.hf import CACHE_NAME
+from tree_attention.hf.cache import window
+from window_caches import crop, crop_to
+
+KINDS = ("llama", "mistral_window", "gemma2", "gpt_oss", "deepseek", "BLOOM", "MPT")
+HYBRIDS = ("Qwen3-Next", "LFM2")
+Wanted = dict[tuple[str, str | None], list[list[Answer]]]
+
+
+def _texts(name: str) -> list[dict[str, Tensor]]:
+    """Three questions, and four others."""
+    if name in HYBRIDS:  # whose questions have one length
+        return [questions_behind((26,) * n, (5,) * n, is_common=True) for n in (3, 4)]
+    return [
+        questions_behind((26,) * len(sizes), sizes, is_common=True)
+        for sizes in ((7, 4, 2), (1, 6, 5, 3))
+    ]
+
+
+def _read(model: Any, texts: dict[str, Tensor], layout: Any, kv_dtype: str | None) -> hf.TreeCache:
+    """The document of the texts, in a cache of one row."""
+    cache = hf.TreeCache(model.config, layout=layout, kv_dtype=kv_dtype, growth=16)
+    with torch.no_grad():
+        model(texts["input_ids"][:1, :DOCUMENT], **{CACHE_NAME: cache}, logits_to_keep=1)
+    return cache
+
+
+def _layouts(world_size: int, name: str) -> list[Any]:
+    bounds = (*range(0, 10 * world_size, 10), 100)
+    layouts = [BlockCyclic(world_size, 4), BlockCyclic(world_size, 64), Contiguous(bounds)]
+    if name not in ("BLOOM", "MPT"):  # whose key_layout it has not
+        layouts.append(ContiguousThenCyclic((*bounds[:-1], max(10 * world_size, 20)), 3))
+    return layouts
+
+
+def _answered(rank: int, world_size: int, wanted: Wanted) -> list[Tensor]:
+    found = []
+    for (name, kv_dtype), (first, second) in wanted.items():
+        texts, others = _texts(name)
+        for layout in _layouts(world_size, name):
+            model = hf.enable(make_model(name), layout=layout, kv_dtype=kv_dtype)
+            with mock.patch.multiple(window, MARGIN=7, STEP=3), nan_in_new_memory():
+                cache = _read(model, texts, layout, kv_dtype)
+                shared, more = cache.share(3), cache.share(4)
+                for _ in range(2):
+                    output = ask(model, texts, **{CACHE_NAME: shared})
+                    check_answers(output, first, kv_dtype)
+                    found.append(torch.stack(output.logits))
+                    if name in (*HYBRIDS, "mistral_window", "gemma2", "gpt_oss"):
+                        shared = cache.share(3)  # states and windows of slots that are gone
+                    else:
+                        crop(shared, int(shared.get_seq_length()) - DOCUMENT)
+                # The document goes on, too, and what was shared before does not notice.
+                one = {key: x[1:2] for key, x in texts.items()}
+                if one["attention_mask"].all():
+                    check_answers(ask(model, one, **{CACHE_NAME: cache}), first[1:2], kv_dtype)
+                output = ask(model, others, **{CACHE_NAME: more})
+                check_answers(output, second, kv_dtype)
+                found.append(torch.stack(output.logits))
+    return found
+
+
+@pytest.mark.parametrize(
+    "names, world_size",
+    tiers(
+        [(("llama", "gemma2", "BLOOM"), 1), ((*KINDS, "Qwen3-Next"), 2)],
+        [((*KINDS, *HYBRIDS), 1), ((*KINDS, *HYBRIDS), 3)],
+    ),
+)
+def test_rows_are_answered_as_each_is_alone(names: tuple[str, ...], world_size: int) -> None:
+    kinds = [(name, None) for name in names] + [("llama", "int8"), ("gemma2", "fp8")]
+    wanted = {
+        (name, kv_dtype): [answers_alone(make_model(name), x, kv_dtype) for x in _texts(name)]
+        for name, kv_dtype in kinds
+    }
+    same_on_all_ranks(run_ranks(_answered, world_size, wanted, timeout=200.0))
+
+
+def _storages(*caches: hf.TreeCache) -> dict[int, int]:
+    """The bytes of all memory in which caches hold keys and values, by its address."""
+    buffers = list[Tensor]()
+    for layer in (layer for cache in caches for layer in cache.kv_layers):
+        buffers += layer.buffers().values()
+        buffers += layer.prefix.buffers.values() if layer.prefix is not None else ()
+    storages = [x.untyped_storage() for x in buffers]
+    return {x.data_ptr(): x.nbytes() for x in storages if x.nbytes() > 0}
+
+
+def _append(cache: hf.TreeCache, keys: Tensor) -> None:
+    for i in range(len(cache)):
+        cache.update(keys, -keys, i)
+
+
+def _in_memory(rank: int, world_size: int, kv_dtype: str | None) -> None:
+    model = make_model("llama")
+    config, generator = model.config, torch.Generator().manual_seed(1)
+    cache = hf.TreeCache(config, layout=BlockCyclic(world_size, 16), kv_dtype=kv_dtype, growth=256)
+    slot = 2 * 2 * 2 * (4 * 8 if kv_dtype is None else 8 + 4)  # layers, keys and values, heads
+    document = torch.randn(1, 2, 1024 * world_size, 8, generator=generator)
+    _append(cache, document)
+    assert cache.num_bytes == 1024 * slot
+    shared = cache.share(8)
+    assert shared.num_bytes == 1024 * slot
+    assert _storages(cache, shared) == _storages(cache)
+    _append(shared, torch.randn(8, 2, 64 * world_size, 8, generator=generator))
+    most = (1024 + 8 * 64) * slot
+    assert shared.num_bytes == most == sum(_storages(cache, shared).values())
+    assert repr(shared).startswith(f"TreeCache({1088 * world_size:,} tokens in 8 sequences")
+    # Copies, beams and crop touch the rows' own tokens alone.
+    held = {*_storages(cache)}
+    copied = copy.deepcopy(shared)
+    copied.reorder_cache(torch.tensor([7, *range(7)]))
+    copied.batch_select_indices(torch.tensor([0, 3]))
+    assert held < {*_storages(copied)}
+    assert copied.num_bytes == (1024 + 2 * 64) * slot
+    for layer, other in zip(shared.kv_layers, copied.kv_layers, strict=True):
+        for name, x in layer.buffers().items():
+            places = layer.held()
+            assert len(places) == 64
+            assert torch.equal(x[:, :, places][[7, 2]], other.buffers()[name][:, :, places])
+    copied.batch_repeat_interleave(2)
+    assert copied.num_bytes == (1024 + 4 * 64) * slot
+    # The cache that was shared goes back, and others still read what it held.
+    before = [x.clone() for layer in shared.kv_layers for x in layer.prefix.buffers.values()]
+    crop(cache, 1000)
+    _append(cache, torch.randn(1, 2, 1000, 8, generator=generator))
+    again = cache.share(2)
+    cache.reset()
+    _append(cache, torch.randn(1, 2, 1500, 8, generator=generator))
+    assert again.kv_layers[0].prefix.length == 1024 * world_size
+    after = [x for layer in shared.kv_layers for x in layer.prefix.buffers.values()]
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    # Without either, the memory is free.
+    seen = weakref.ref(shared.kv_layers[0].prefix)
+    shared.reset()
+    assert shared.get_seq_length() == 0 and not shared.is_shared
+    _append(shared, document)
+    assert shared.num_bytes == 1024 * slot
+    del layer, shared, copied, before, after
+    gc.collect()
+    assert seen() is None
+
+
+@pytest.mark.parametrize("world_size", tiers([1], [2, 3]))
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_the_document_is_stored_once(world_size: int, kv_dtype: str | None) -> None:
+    run_ranks(_in_memory, world_size, kv_dtype)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    config = make_model("llama").config
+    cache = hf.TreeCache(config)
+    with pytest.raises(ValueError, match=r"TreeCache\.share: the cache holds no tokens; give them"):
+        cache.share(2)
+    keys = torch.randn(1, 2, 30, 8)
+    _append(cache, keys)
+    for batch, kind, got in (
+        (0, ValueError, "0"),
+        (-1, ValueError, "-1"),
+        (2.0, TypeError, "2.0"),
+        (True, TypeError, "True"),
+        ("2", TypeError, "'2'"),
+        (None, TypeError, "None"),
+    ):
+        with pytest.raises(kind, match=f"TreeCache: batch of share must be an int.*, got {got}"):
+            cache.share(batch)
+    shared = cache.share(3)
+    calls = {
+        "share": lambda: shared.share(2),
+        "save": lambda: shared.save(tmp_path),
+        "reshard": lambda: shared.reshard(BlockCyclic(1, 8)),
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            ValueError, match=rf"TreeCache\.{name}: the rows of this cache share their first tokens"
+        ):
+            call()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="holds 3 sequences, got new tokens of 2; repeat"):
+        _append(shared, torch.randn(2, 2, 1, 8))
+    _append(shared, torch.randn(3, 2, 4, 8))
+    with pytest.raises(
+        ValueError,
+        match="can remove 4 of these 34 tokens, got 5: all rows share the first 30; crop the cache",
+    ):
+        crop(shared, 5)
+    assert shared.get_seq_length() == 34
+    with pytest.raises(RuntimeError, match="no tensor has the keys of rows that share 30 tokens"):
+        _ = shared.layers[0].keys
+    crop(shared, 4)
+    shared.update(torch.randn(3, 2, 4, 8), torch.randn(3, 2, 4, 8), 0)
+    cache.update(keys[:, :, :1], keys[:, :, :1], 0)
+    for each in (shared, cache):
+        with pytest.raises(RuntimeError, match="did not reach the last layer"):
+            each.update(keys, keys, 0)
+    with pytest.raises(ValueError, match=r"TreeCache\.share: the layers hold 30 to 31 tokens"):
+        cache.share(2)
+    crop_to(cache, 30)
+    crop_to(shared, 30)
+    cache.batch_repeat_interleave(2)
+    with pytest.raises(ValueError, match=r"must hold one sequence, got 2; take one with batch_sel"):
+        cache.share(2)
+    fixed = hf.TreeCache(config, max_length=40)
+    _append(fixed, keys)
+    with pytest.raises(ValueError, match=r"share: the cache has max_length 40, and what is shared"):
+        fixed.share(2)
+    blocks = hf.TreeCache(config, deterministic=16)
+    _append(blocks, keys)
+    with pytest.raises(ValueError, match=r"TreeCache\.share: deterministic is not supported"):
+        blocks.share(2)
