@@ -394,7 +394,7 @@ def _check_rows(rows: Tensor, batch: int, num_heads: int, seqlen_q: int, end: in
 
 
 def _page_factors(k: Tensor, v: Tensor) -> list[int]:
-    """What a sequence, a kv head and a row add to the number of a page, the same for both."""
+    """Numbers that a sequence, a kv head and a row add to a page's, the same for k and v."""
     factors = []
     for x in (k, v):
         unit = _unit(x)
@@ -411,7 +411,7 @@ def _page_factors(k: Tensor, v: Tensor) -> list[int]:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Those of the first three axes, 0 where there is but one."""
+    """Strides of the first three axes, 0 for an axis of one element."""
     return [stride if n > 1 else 0 for stride, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
 
 

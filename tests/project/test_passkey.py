@@ -24,7 +24,7 @@ import passkey
 import passkey_text
 import train_passkey
 from passkey import Haystack, build_prompt
-from tree_attention.hf import attention
+from tree_attention.hf import parts
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "passkey-llama"
@@ -326,12 +326,12 @@ def test_two_processes_find_the_key():
 
 def test_ask_fails_when_the_tokens_differ(monkeypatch, capsys):
     """A wrong sign in the attention must not pass for right."""
-    right = attention.lean_decode
+    right = parts.lean_decode
 
     def wrong(q, k, v, ranges, **options):
         return right(q, k, -v, ranges, **options)
 
-    monkeypatch.setattr(attention, "lean_decode", wrong)
+    monkeypatch.setattr(parts, "lean_decode", wrong)
     assert run_ask(monkeypatch, "--tokens", "300") == 1
     assert "WRONG: the tokens differ" in capsys.readouterr().out
 

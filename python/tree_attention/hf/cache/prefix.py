@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the rows of a cache begin with, where they share it."""
+"""Keys and values of the tokens with which all rows of a cache begin, if they share them."""
 
 from collections.abc import Mapping
 from typing import Any
