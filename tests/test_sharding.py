@@ -3,6 +3,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,8 +14,13 @@ from tree_attention.sharding import BlockCyclic, Contiguous, ContiguousThenCycli
 bounds = st.lists(st.integers(0, 12), min_size=1, max_size=6).map(
     lambda sizes: [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 )
+given_shares = st.lists(st.integers(0, 6), min_size=1, max_size=7).filter(any)
+weighted = st.builds(
+    lambda shares, block: BlockCyclic(len(shares), block, shares), given_shares, st.integers(1, 9)
+)
 layouts = st.one_of(
     st.builds(BlockCyclic, st.integers(1, 7), st.integers(1, 9)),
+    weighted,
     st.builds(Contiguous, bounds),
     st.builds(ContiguousThenCyclic, bounds, st.integers(1, 5)),
 )
@@ -24,7 +30,8 @@ def shards_by_hand(layout: ShardLayout, num_slots: int) -> list[list[int]]:
     """The global slots of each rank, by dealing `num_slots` one after the other."""
     shards: list[list[int]] = [[] for _ in range(layout.world_size)]
     if isinstance(layout, BlockCyclic):
-        owners = [r for r in range(layout.world_size) for _ in range(layout.block)] * num_slots
+        shares = layout.shares or (1,) * layout.world_size
+        owners = [r for r, n in enumerate(shares) for _ in range(n * layout.block)] * num_slots
     else:
         sizes = [b - a for a, b in pairwise(layout.bounds)]
         owners = [r for r, size in enumerate(sizes) for _ in range(size)]
@@ -92,9 +99,47 @@ def test_tensors_and_integers_agree(layout, dtype):
         ]
 
 
+@given(given_shares, st.integers(1, 9), st.integers(1, 4), st.integers(0, 300), st.integers(0, 99))
+def test_shares_are_what_ranks_hold(given, block, factor, length, begin):
+    layout = BlockCyclic(len(given), block, [factor * share for share in given])
+    assert layout == BlockCyclic(len(given), block, given)
+    assert (layout.shares is None) == (len({*given}) == 1)
+    total, counts = sum(given), [layout.count(rank, length) for rank in range(len(given))]
+    assert sum(counts) == length
+    cycle = block * sum(layout.shares or (1,) * len(given))
+    for rank, (share, count) in enumerate(zip(given, counts, strict=True)):
+        if share == 0:
+            assert count == 0
+        if length % cycle == 0:
+            assert count * total == length * share
+        # A run of slots, wherever it begins, gives no rank more than its part and a run.
+        held = layout.count(rank, begin + length) - layout.count(rank, begin)
+        assert abs(held - length * share / total) <= cycle * share / total
+
+
+@given(st.integers(1, 7), st.integers(1, 9), st.integers(0, 500))
+def test_equal_shares_are_the_even_layout(world_size, block, length):
+    layout = BlockCyclic(world_size, block, shares=[5] * world_size)
+    even = BlockCyclic(world_size, block)
+    assert layout == even and layout.shares is None and repr(layout) == repr(even)
+    cycle = world_size * block
+    for rank in range(world_size):
+        # The arithmetic of releases without shares.
+        first = rank * block
+        expected = length // cycle * block + max(0, min(length % cycle - first, block))
+        assert layout.count(rank, length) == expected
+        assert layout.key_layout(rank) == (first, block, cycle)
+    assert layout.owner(length) == length // block % world_size
+
+
 @pytest.mark.parametrize(
     "layout",
-    [BlockCyclic(2, 3), Contiguous((0, 5, 5, 9)), ContiguousThenCyclic((0, 5, 9), 2)],
+    [
+        BlockCyclic(2, 3),
+        BlockCyclic(3, 2, (0, 1, 3)),
+        Contiguous((0, 5, 5, 9)),
+        ContiguousThenCyclic((0, 5, 9), 2),
+    ],
     ids=lambda layout: type(layout).__name__,
 )
 def test_local_slots_of_is_no_question_to_the_host(layout):
@@ -127,6 +172,14 @@ def test_known_layouts():
     assert layout.local_range(1, 3, 9) == (1, 3)
     assert layout.key_layout(1) == (2, 2, 6)
     assert BlockCyclic(2).block == 64
+    weighted = BlockCyclic(4, 2, [0, 6, 0, 2])  # 1 1 1 1 1 1 3 3 1 1 1 1 1 1 3 3
+    assert weighted == BlockCyclic(4, 2, (0, 3, 0, 1)) and weighted != BlockCyclic(4, 2)
+    assert str(weighted) == "BlockCyclic(world_size=4, block=2, shares=(0, 3, 0, 1))"
+    assert weighted.owner(torch.arange(10)).tolist() == [1] * 6 + [3] * 2 + [1] * 2
+    assert weighted.local_slots(3, 0, 17).tolist() == [6, 7, 14, 15]
+    assert [weighted.key_layout(r) for r in (1, 2, 3)] == [(0, 6, 8), (6, 2, 8), (6, 2, 8)]
+    assert weighted.count(1, 2**62) == 3 * 2**60  # `deterministic` asks for it
+    assert weighted.count(1, torch.tensor(2**62)) == 3 * 2**60
     uneven = Contiguous([0, 5, 5, 6])
     assert [uneven.count(r, 100) for r in range(3)] == [5, 0, 1]
     assert uneven.key_layout(2) == (5, 1, 1)
@@ -134,6 +187,48 @@ def test_known_layouts():
     assert after_prefill.local_slots(0, 0, 10).tolist() == [0, 1, 2, 4, 5, 8, 9]
     assert after_prefill.local_slots(1, 0, 10).tolist() == [3, 6, 7]
     assert BlockCyclic(3, 2) == layout and hash(BlockCyclic(3, 2)) == hash(layout)
+
+
+_SHARES = (
+    "BlockCyclic: shares must be an integer from 0 to 1,024 for each of 2 ranks, and not all 0, "
+    "got "
+)
+
+
+@pytest.mark.parametrize(
+    ("shares", "error"),
+    [
+        ((), ValueError),
+        ((1,), ValueError),
+        ((1, 2, 3), ValueError),
+        ((-1, 2), ValueError),
+        ((0, 0), ValueError),
+        ((1, 1025), ValueError),
+        ((1, 2**70), ValueError),
+        ((1.0, 2.0), TypeError),
+        ((True, False), TypeError),
+        ((float("nan"), 1), TypeError),
+        ((None, 1), TypeError),
+        ([[1], [2]], TypeError),
+        ("31", TypeError),
+        ("auto", TypeError),
+        (31, TypeError),
+        ({3: 0, 1: 1}, TypeError),
+        (torch.tensor([0.5, 0.5]), TypeError),
+    ],
+)
+def test_bad_shares_are_refused(shares, error):
+    with pytest.raises(error) as caught:
+        BlockCyclic(2, 64, shares)
+    assert str(caught.value).startswith(_SHARES)
+    assert repr(shares)[:30] in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, np.array])
+def test_shares_are_integers_of_any_library(kind):
+    layout = BlockCyclic(2, 64, kind([6, 2]))
+    assert layout.shares == (3, 1) and {*map(type, layout.shares)} == {int}
+    assert hash(layout) == hash(BlockCyclic(2, 64, (3, 1)))
 
 
 @pytest.mark.parametrize(

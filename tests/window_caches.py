@@ -65,6 +65,7 @@ def layouts(world_size: int) -> list[ShardLayout]:
         BlockCyclic(world_size),
         BlockCyclic(world_size, 1),
         BlockCyclic(world_size, 1000),
+        BlockCyclic(world_size, 5, (*range(1, world_size), 2 * world_size)),
         Contiguous((*even[:-1], 10**9)),
         ContiguousThenCyclic((*even[:-1], LENGTH // 2), 4)
         if even[-2] <= LENGTH // 2

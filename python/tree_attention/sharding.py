@@ -15,13 +15,14 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ._numbers import as_integer, integer
+from .shares import Shares, as_shares
 
 Slots = TypeVar("Slots", int, Tensor)
 
@@ -196,12 +197,20 @@ class ShardLayout(ABC):
 
 @dataclass(frozen=True)
 class BlockCyclic(ShardLayout):
-    """Blocks of `block` slots, which the ranks get in turn.
+    """Blocks of `block` slots, which the ranks get in turn, each as many as its share says.
 
-    The shards stay balanced while a sequence grows: their lengths differ by at most a block.
+    In each cycle of `sum(shares) * block` slots rank `r` holds one run of `shares[r] * block`. The
+    shards stay in proportion while a sequence grows: without shares their lengths differ by at most
+    a block, and else each is within its run of what its share of the slots is.
+
+    Args:
+        shares: one integer from 0 to 1,024 for each rank, not all of them 0, for ranks of unequal
+            speed or memory. Their common divisor is taken out. A rank with 0 holds no slots. None
+            and equal ones mean the same, and are None.
 
     Raises:
-        TypeError, ValueError: `world_size` or `block` is not an integer of at least 1.
+        TypeError, ValueError: `world_size` or `block` is not an integer of at least 1, or `shares`
+            are not such integers.
 
     For example::
 
@@ -210,29 +219,49 @@ class BlockCyclic(ShardLayout):
         layout = BlockCyclic(world_size=2, block=4)
         print(layout.local_slots(0, 0, 10).tolist())  # [0, 1, 2, 3, 8, 9]
         print(layout.owner(9))  # 0
+
+        layout = BlockCyclic(world_size=2, block=4, shares=(3, 1))
+        print(layout.count(0, 32), layout.count(1, 32))  # 24 8
     """
 
     world_size: int
     block: int = 64
+    shares: Shares = None
 
     def __post_init__(self) -> None:
         for name in ("world_size", "block"):
             object.__setattr__(self, name, self._at_least_1(name, getattr(self, name)))
+        shares = as_shares(type(self).__name__, "shares", self.shares, self.world_size)
+        object.__setattr__(self, "shares", shares)
+
+    def __repr__(self) -> str:
+        shares = "" if self.shares is None else f", shares={self.shares}"
+        return f"{type(self).__name__}(world_size={self.world_size}, block={self.block}{shares})"
+
+    def _run(self, rank: int) -> tuple[int, int, int]:
+        """The first slot of a rank's run in a cycle, the size of the run, and of the cycle."""
+        rank = self._rank(rank)
+        if self.shares is None:
+            return rank * self.block, self.block, self.world_size * self.block
+        first, total = sum(self.shares[:rank]), sum(self.shares)
+        return first * self.block, self.shares[rank] * self.block, total * self.block
 
     def count(self, rank: int, length: Slots) -> Slots:
-        rank = self._rank(rank)
-        cycle = self.world_size * self.block
+        first, size, cycle = self._run(rank)
         length = _clamp(self._int64("length", length), 0, None)
-        return length // cycle * self.block + _clamp(
-            length % cycle - rank * self.block, 0, self.block
-        )
+        return length // cycle * size + _clamp(length % cycle - first, 0, size)
 
     def owner(self, slots: Slots) -> Slots:
-        return self._slots(slots) // self.block % self.world_size
+        blocks = self._slots(slots) // self.block
+        if self.shares is None:
+            return blocks % self.world_size
+        # Of ranks that begin at one place all but the last have a share of 0.
+        bounds = tuple(accumulate(self.shares, initial=0))
+        return _last_bound(blocks % bounds[-1], bounds)
 
     def key_layout(self, rank: int) -> tuple[int, int, int]:
-        rank = self._rank(rank)
-        return rank * self.block, self.block, self.world_size * self.block
+        first, size, cycle = self._run(rank)
+        return first, size or self.block, cycle  # a block of 1 or more, also where it is empty
 
 
 @dataclass(frozen=True)

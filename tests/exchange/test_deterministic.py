@@ -54,6 +54,8 @@ def decode_shards(rank: int, world_size: int, case: str, threads: int):
     torch.set_num_threads(threads)
     problem = make_case(case)
     cyclic = decode(problem, BlockCyclic(world_size, 64), rank)
+    shares = range(world_size)[::-1] if world_size > 1 else None  # the last rank has no keys
+    assert_same_bits(decode(problem, BlockCyclic(world_size, SIZE, shares), rank), cyclic)
     cuts = [round(500 / SIZE * i / world_size) * SIZE for i in range(world_size)]
     assert_same_bits(decode(problem, Contiguous((*cuts, 500)), rank), cyclic)
     return cyclic
@@ -123,6 +125,9 @@ def test_empty_shards_need_no_cut(rank: int, world_size: int) -> None:
     [
         (BlockCyclic(2, 64), True),
         (BlockCyclic(2, 48), False),
+        (BlockCyclic(3, 64, (0, 3, 1)), True),
+        (BlockCyclic(3, 48, (0, 3, 1)), False),
+        (BlockCyclic(2, 48, (1, 0)), True),
         (BlockCyclic(1, 48), True),
         (Contiguous((0, 64, 500)), True),
         (Contiguous((0, 48, 500)), False),

@@ -11,6 +11,7 @@ from torch import Tensor
 from distributed import on_ranks, run_ranks
 from helpers import assert_same_bits, make_problem, paginate
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
+from tiers import tiers
 from tree_attention import BlockCyclic, lean_decode, merge_states, strategies, tree_decode
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.transport.buffers import CALL_ID_BYTES
@@ -86,6 +87,28 @@ def decode_pages(rank: int, world_size: int) -> State:
 
 def test_pages() -> None:
     assert_ranks_agree(run_ranks(decode_pages, 2))
+
+
+def decode_by_shares(rank: int, world_size: int, names: list[str]) -> list[State]:
+    """One rank without keys, and the others with runs of unequal lengths."""
+    layout, found = BlockCyclic(world_size, 8, (*range(world_size - 1, 0, -1), 0)), []
+    for name in names:
+        torch.manual_seed(1)
+        problem = make_problem(**CASES[name])
+        shards = [problem.shard(layout, r) for r in range(world_size)]
+        assert shards[-1].k.shape[2] == 0
+        own = shards[rank]
+        result = tree_decode(own.q, own.k, own.v, own.key_ranges, **own.options)
+        problem.check(*result)
+        assert_same_bits(result, merged(shards, own.q.dtype))
+        found.append(result)
+    return found
+
+
+@pytest.mark.parametrize("world_size", tiers([3], [2, 4]))
+def test_keys_by_shares(world_size: int) -> None:
+    for results in zip(*run_ranks(decode_by_shares, world_size, list(CASES)), strict=True):
+        assert_ranks_agree(list(results))
 
 
 def decode_sequence(rank: int, world_size: int, seqlen_k: int, strategy: str) -> tuple[int, int]:

@@ -35,6 +35,7 @@ def _layouts(world_size: int) -> list[ShardLayout]:
     return [
         ContiguousThenCyclic((0,) * world_size + (50,), 4),  # all of a prompt on the last rank
         BlockCyclic(world_size, 7),
+        BlockCyclic(world_size, 3, (*range(1, world_size), 2 * world_size)),
         BlockCyclic(world_size),
         Contiguous((*even[:-1], LENGTH + 5)),
     ]

@@ -50,7 +50,7 @@ def filled(layout: ShardLayout | None = None, **options: Any) -> hf.TreeCache:
 def _layouts(world_size: int) -> list[ShardLayout]:
     uneven = (0,) * world_size + (50,)
     return [
-        BlockCyclic(world_size, 7),
+        BlockCyclic(world_size, 7, (*range(1, world_size), 2 * world_size)),
         Contiguous((0, *range(3, 3 + world_size - 1), LENGTH + 1)),
         ContiguousThenCyclic(uneven, 4),
     ]

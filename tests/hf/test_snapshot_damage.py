@@ -138,6 +138,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         ValueError,
         "number of slots in a cycle of the layout must be an integer",
     ),
+    "vast cycles by shares": (
+        edit_index(
+            layout={"kind": "BlockCyclic", "world_size": 2, "block": 1 << 54, "shares": [1, 1023]}
+        ),
+        ValueError,
+        "number of slots in a cycle of the layout must be an integer",
+    ),
+    "shares of another world": (
+        edit_index(layout={"kind": "BlockCyclic", "world_size": 1, "shares": [1, 2]}),
+        ValueError,
+        "BlockCyclic: shares must be an integer from 0 to 1,024 for each of 1 ranks",
+    ),
+    "shares that are none": (
+        edit_index(layout={"kind": "BlockCyclic", "world_size": 1, "shares": None}),
+        ValueError,
+        "shares must be an integer of at least 0 and below 2^63, got None",
+    ),
     "bounds of bounds": (
         edit_index(layout={"kind": "Contiguous", "bounds": [0, [1]]}),
         ValueError,

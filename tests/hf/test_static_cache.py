@@ -189,6 +189,7 @@ def test_operations(world_size: int, tmp_path: Path) -> None:
         ContiguousThenCyclic((0,) * world_size + (30,), 3),
         Contiguous((0,) + (20,) * (world_size - 1) + (40,)),
         BlockCyclic(world_size),  # all on the first rank
+        BlockCyclic(world_size, 2, (*range(1, world_size), 3)),
     ]
     run_ranks(operate, world_size, layouts, tmp_path)
 

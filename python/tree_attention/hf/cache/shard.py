@@ -97,9 +97,10 @@ class Shard:
 
     def most(self, length: int) -> int:
         """A bound on the number of slots that this rank keeps of any run of `length`."""
-        # Where ranks get blocks in turn, the first rank has the most slots. Other layouts may give
-        # a rank the whole run.
-        return self.layout.count(0, length) if isinstance(self.layout, BlockCyclic) else length
+        if not isinstance(self.layout, BlockCyclic):
+            return length  # others may give a rank the whole run
+        first, *_ = self.layout.key_layout(self.rank)  # where a run has most of its slots
+        return self.layout.count(self.rank, first + length)
 
     def check_holds(self, length: int) -> None:
         """Raises ValueError if one of the first `length` slots is on no rank."""

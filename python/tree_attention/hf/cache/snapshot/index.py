@@ -169,6 +169,7 @@ def write_index(cache: Saved, path: Path, files: list[File]) -> None:
                 f"rank {rank} wrote; give all ranks a path at which they reach the same directory"
             )
     layout = cache.shard.layout
+    arguments = dataclasses.asdict(layout)  # type: ignore[call-overload]
     tensor_rank, tensor_parallel_size = cache.shard.column
     index = {
         "format": _FORMAT,
@@ -177,7 +178,11 @@ def write_index(cache: Saved, path: Path, files: list[File]) -> None:
         "tensor_rank": tensor_rank,
         "tensor_parallel_size": tensor_parallel_size,
         "length": cache.common_length("save"),
-        "layout": {"kind": type(layout).__name__, **dataclasses.asdict(layout)},  # type: ignore[call-overload]
+        # Without shares the index is one that releases before them read.
+        "layout": {
+            "kind": type(layout).__name__,
+            **{name: value for name, value in arguments.items() if value is not None},
+        },
         "layers": layers_of(cache),
         "first_slots": [layer.first for layer in cache.kv_layers],
         "states": kinds_of_states(cache),
@@ -272,7 +277,10 @@ def _parsed_layout(entries: Mapping[str, Any]) -> ShardLayout:
     for name, value in arguments.items():
         numbers += [_integer(name, x) for x in (value if isinstance(value, list) else [value])]
     layout = kind(**arguments)
-    _integer("number of slots in a cycle of the layout", layout.world_size * max(numbers))
+    cycle = layout.world_size * max(numbers)
+    if isinstance(layout, BlockCyclic):
+        _, _, cycle = layout.key_layout(0)
+    _integer("number of slots in a cycle of the layout", cycle)
     return layout
 
 
