@@ -44,8 +44,9 @@ def tree_decode(
             them. None: all keys of the shard.
         group: process group or `Communicator`, default the world. Without torch.distributed this
             is `lean_decode`.
-        strategy, out_dtype, payload_dtype, head_sharded, timeout: see `all_merge_states`; by
-            default "auto", q's dtype, float32, False and the communicator's.
+        strategy, out_dtype, payload_dtype, head_sharded, head_counts, timeout: see
+            `all_merge_states`; by default "auto", q's dtype, float32, False, None and the
+            communicator's.
         deterministic: 0, the default, or a number of global slots, for example 4096. The bits are
             then the same for every number of ranks, of threads and of other sequences in the batch,
             on CPUs with the same instruction set. Keys are cut at multiples of so many slots, each

@@ -76,7 +76,15 @@ def test_all_merge_states_and_all_reduce(rank: int, world_size: int) -> None:
     def both(o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
         merged = all_merge_states(o, lse, comm, payload_dtype=torch.bfloat16)
         own_heads = all_merge_states(o, lse, head_sharded=True, timeout=COMPILING)
-        return *merged, *own_heads, comm.all_reduce(o), comm.all_reduce(lse, timeout=COMPILING)
+        counts = [4, *(0 for _ in range(comm.world_size - 1))]
+        most_heads = all_merge_states(o, lse, comm, head_sharded=True, head_counts=counts)
+        return (
+            *merged,
+            *own_heads,
+            *most_heads,
+            comm.all_reduce(o),
+            comm.all_reduce(lse, timeout=COMPILING),
+        )
 
     torch.manual_seed(rank)
     states = torch.randn(4, 1, 8, 2).permute(3, 0, 1, 2), torch.randn(2, 4, 1)

@@ -83,6 +83,14 @@ def exchange_every_way(rank: int, world_size: int, nodes: str) -> None:
                 sharded = comm.all_merge_states(o[rank], lse[rank], head_sharded=True, **options)
                 own = (x.tensor_split(world_size, 1)[rank] for x in expected)
                 assert_same_bits(sharded, tuple(own))
+                counts = [0] * world_size  # most of the heads, a head, and none
+                for head in range(shape[1]):
+                    counts[seed % world_size if head else -1] += 1
+                for _ in range(2):
+                    sharded = comm.all_merge_states(
+                        o[rank], lse[rank], head_sharded=True, head_counts=counts, **options
+                    )
+                    assert_same_bits(sharded, tuple(x.split(counts, 1)[rank] for x in expected))
 
 
 @pytest.mark.parametrize("nodes", WORLDS)
@@ -236,6 +244,11 @@ def test_bytes_of_collectives(world_size: int, payload: torch.dtype, out: torch.
     heads = math.ceil(4 / world_size)
     for calls, sent in run_counting(world_size, nodes, "two_phase", shape, options):
         assert calls == {"send": others} and sent == others * size(2 * heads, dim, payload)
+    counts = options["head_counts"] = [3, 1, *(0 for _ in range(world_size - 2))]
+    results = run_counting(world_size, nodes, "two_phase", shape, options)
+    for (calls, sent), count in zip(results, counts, strict=True):
+        to_others = size(2 * (4 - count), dim, payload)
+        assert calls == {"send": others} and sent == to_others  # no padding to the longest
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -331,6 +344,12 @@ def test_refused_options(rank: int, world_size: int) -> None:
     asked = "with payload_dtype torch.float32, head_sharded True, strategy must be one of auto, "
     with pytest.raises(ValueError, match=asked + "two_phase, got 'all_gather'"):
         comm.all_merge_states(o, lse, strategy="all_gather", head_sharded=True)
+    for counts in ([1, 1], [2, -1], [1.0, 1.0], [True, True], "11", 2, []):
+        with pytest.raises(ValueError, match="head_counts must be an integer of at least 0 for ea"):
+            comm.all_merge_states(o, lse, head_counts=counts, head_sharded=counts != [1, 1])
+    for counts in ([2], [1, 0], [1, 1, 0], [2, 2]):
+        with pytest.raises(ValueError, match=r"be 2 integers, .* add up to num_heads_q 2, got"):
+            comm.all_merge_states(o, lse, head_counts=counts, head_sharded=True)
     assert comm.bytes_sent == 0 and comm.failed is None
 
 
@@ -341,4 +360,9 @@ def test_disagreement_on_options(rank: int, world_size: int) -> None:
     for field, value in (("payload_dtype", BF16), ("head_sharded", True)):
         with pytest.raises(RuntimeError, match=f"{field} is {value} on rank 1, "):
             comm.all_merge_states(o, lse, **({field: value} if rank == 1 else {}))
+    counts = [2 - rank, rank]
+    with pytest.raises(
+        RuntimeError, match=r"head_sharded is \(1, 1\) on rank 1, \(2, 0\) on rank 0"
+    ):
+        comm.all_merge_states(o, lse, head_sharded=True, head_counts=counts)
     comm.all_merge_states(o, lse)

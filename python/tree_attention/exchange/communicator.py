@@ -37,10 +37,11 @@ from .options import (
     check_no_gradient,
     check_state,
     check_timeout,
+    num_own_heads,
     payload_of_sum,
     resolve_group,
 )
-from .transport.buffers import MAX_KEPT_BYTES, State, StateBuffers, StateLayout, share
+from .transport.buffers import MAX_KEPT_BYTES, State, StateBuffers, StateLayout
 from .transport.collectives import Collectives
 from .transport.direct import shared_memory, sockets
 from .transport.messages import SAME_CALL
@@ -378,12 +379,11 @@ class Communicator:
         return state
 
     def outputs(
-        self, layout: StateLayout, options: ExchangeOptions, device: torch.device
+        self, op: str, layout: StateLayout, options: ExchangeOptions, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """New tensors for an exchange to write into."""
+        """New tensors for an exchange of `op` to write into."""
         batch, num_heads, seqlen_q = layout.shape
-        if options.head_sharded:
-            num_heads = share(num_heads, self.world_size, self.rank)
+        num_heads = num_own_heads(op, num_heads, options.head_sharded, self.rank, self.world_size)
         shape = (batch, num_heads, seqlen_q)
         o = torch.empty((*shape, layout.head_dim), dtype=options.out_dtype, device=device)
         return o, torch.empty(shape, dtype=torch.float32, device=device)
@@ -400,7 +400,7 @@ class Communicator:
     ) -> tuple[Tensor, Tensor]:
         """Merges all ranks' `state` as `call`; the fields of `signature` must be equal on all."""
         layout, device = state.layout, state.device
-        outputs = self.outputs(layout, options, device)
+        outputs = self.outputs(call.op, layout, options, device)
 
         def exchange(deadline: float) -> None:
             prepared = state.prepared.get(options)

@@ -22,7 +22,7 @@ def fake_merge(
     """Outputs of a merge of states with the rows and on the device of `like`."""
     exchange = ExchangeOptions.of("merge", options, like.dtype)
     layout = StateLayout(like.shape[:3], head_dim, exchange.payload_dtype)
-    return group.outputs(layout, exchange, like.device)
+    return group.outputs("merge", layout, exchange, like.device)
 
 
 def _fake(o: Tensor, lse: Tensor, group: Communicator, **options: Any) -> tuple[Tensor, Tensor]:
@@ -60,6 +60,8 @@ def all_merge_states(
             Ignored in a world of one.
         head_sharded: return to each rank the heads of
             `torch.tensor_split(o, world_size, dim=1)[rank]` only, maybe none.
+        head_counts: with head_sharded, one integer for each rank, the same on every rank: those of
+            `torch.split(o, head_counts, dim=1)[rank]` instead.
         timeout: seconds, or a `datetime.timedelta`, in which the call returns or raises, 30 unless
             the communicator says otherwise; a number where torch.compile traces the call.
 

@@ -2,7 +2,7 @@
 """The only validation of what callers ask of an exchange, before anything is sent."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypedDict
 
@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._numbers import as_integers, as_real, boolean, integer, shown
 from ..index import MAX_TOPK, check_cpu
 from ..options import MERGE, check_no_vmap, check_option_names, check_tensors
-from .strategies import STRATEGIES, candidates
+from .strategies import STRATEGIES, HeadSharding, candidates
+from .transport.buffers import share
 
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
 MAX_SECONDS = 10_000_000  # 115 days
@@ -33,6 +34,8 @@ class MergeOptions(TypedDict, total=False):
     """dtype in which each rank's `o` travels: float32, the default, or bfloat16."""
     head_sharded: bool
     """Return to each rank its heads only."""
+    head_counts: Sequence[int] | None
+    """With head_sharded, how many heads each rank gets."""
     timeout: Timeout
     """Seconds in which the call returns or raises, by default the communicator's."""
 
@@ -42,12 +45,13 @@ MERGE_DEFAULTS: MergeOptions = {
     "out_dtype": None,
     "payload_dtype": torch.float32,
     "head_sharded": False,
+    "head_counts": None,
     "timeout": None,
 }
 # The same options as operators of graphs have them.
 MERGE_SCHEMA = (
     'str strategy="auto", ScalarType? out_dtype=None, ScalarType payload_dtype=float32, '
-    "bool head_sharded=False, float? timeout=None"
+    "bool head_sharded=False, int[]? head_counts=None, float? timeout=None"
 )
 
 
@@ -58,7 +62,7 @@ class ExchangeOptions:
     strategy: str  # or "auto"
     out_dtype: torch.dtype
     payload_dtype: torch.dtype = torch.float32
-    head_sharded: bool = False
+    head_sharded: HeadSharding = False
 
     @staticmethod
     def of(op: str, options: Mapping[str, Any], dtype: torch.dtype) -> "ExchangeOptions":
@@ -71,6 +75,9 @@ class ExchangeOptions:
             options.get("payload_dtype", torch.float32),
             boolean(op, "head_sharded", options.get("head_sharded", False)),
         )
+        counts = options.get("head_counts")
+        if counts is not None:
+            exchange = replace(exchange, head_sharded=_checked_counts(op, counts, exchange))
         check_options(op, exchange.strategy, exchange.payload_dtype, exchange.head_sharded)
         if out_dtype is not None:
             _check_state_dtype(op, "out_dtype", out_dtype)
@@ -89,15 +96,45 @@ def resolve_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return group
 
 
+def _checked_counts(op: str, counts: object, exchange: ExchangeOptions) -> tuple[int, ...]:
+    found = as_integers(counts)
+    if found is None or min(found, default=-1) < 0 or not exchange.head_sharded:
+        asked = f"with head_sharded={exchange.head_sharded}"
+        raise ValueError(
+            f"{op}: head_counts must be an integer of at least 0 for each rank, with "
+            f"head_sharded=True, got {shown(counts)} {asked}"
+        )
+    return tuple(found)
+
+
+def num_own_heads(
+    op: str, num_heads: int, head_sharded: HeadSharding, rank: int, world_size: int
+) -> int:
+    """Number of the heads of a state that `rank` gets of their merge."""
+    if not isinstance(head_sharded, tuple):
+        return share(num_heads, world_size, rank) if head_sharded else num_heads
+    if len(head_sharded) != world_size or sum(head_sharded) != num_heads:
+        raise ValueError(
+            f"{op}: head_counts must be {world_size} integers, one for each rank, that add up to "
+            f"num_heads_q {num_heads}, got {list(head_sharded)}"
+        )
+    return head_sharded[rank]
+
+
 def check_options(
-    op: str, strategy: str, payload_dtype: torch.dtype = torch.float32, head_sharded: bool = False
+    op: str,
+    strategy: str,
+    payload_dtype: torch.dtype = torch.float32,
+    head_sharded: HeadSharding = False,
 ) -> None:
     """Refuses options of `op` that no rank could follow."""
     if strategy not in ("auto", *STRATEGIES):
         names = ", ".join(("auto", *STRATEGIES))
         raise ValueError(f"{op}: strategy must be one of {names}, got {strategy!r}")
     _check_payload(op, payload_dtype)
-    if strategy != "auto" and strategy not in (able := candidates(payload_dtype, head_sharded)):
+    if strategy != "auto" and strategy not in (
+        able := candidates(payload_dtype, bool(head_sharded))
+    ):
         asked = f"payload_dtype {payload_dtype}, head_sharded {head_sharded}"
         names = ", ".join(("auto", *able))
         raise ValueError(f"{op}: with {asked}, strategy must be one of {names}, got {strategy!r}")

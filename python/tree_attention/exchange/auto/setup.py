@@ -112,7 +112,7 @@ class Resources:
             layout,
             self._topology,
             self._link.backend(device),
-            head_sharded=options.head_sharded,
+            head_sharded=bool(options.head_sharded),
             costs=self.costs,
             unavailable=self.unavailable(device, layout),
         )

@@ -19,6 +19,9 @@ from ..transport.process_group import Link
 from ..transport.symmetric_memory import SymmetricMemory
 from ..transport.topology import Topology
 
+# Whether each rank keeps the result of its heads only, and how many of them, where it is not as
+# `torch.tensor_split` deals them.
+HeadSharding = bool | tuple[int, ...]
 # Exchanges the state in the send buffer, before a `time.monotonic` deadline, and writes the merged
 # o and lse into contiguous tensors.
 Exchange = Callable[[float, Tensor, Tensor], None]
@@ -32,7 +35,7 @@ class Context:
     topology: Topology
     state: State
     out_dtype: torch.dtype
-    head_sharded: bool = False  # each rank keeps the result of its heads only
+    head_sharded: HeadSharding = False
     resource: SymmetricMemory | None = None  # what the strategy's `set_up` gave
 
 
@@ -64,7 +67,7 @@ class Strategy:
     """
 
     prepare: Callable[[Context], Exchange]
-    traffic: Callable[[StateLayout, Topology, torch.dtype, bool], Traffic]
+    traffic: Callable[[StateLayout, Topology, torch.dtype, HeadSharding], Traffic]
     # The bits are those of `merge_states` over the ranks' states, whatever the world looks like.
     is_canonical: bool = True
     # States may travel with a 16-bit o. Sums of those would round at every step.

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...ops import merge_states
 from ..transport.buffers import Slices
 from ..transport.messages import Round
-from . import Context, Exchange, StateLayout, Strategy, Topology, Traffic, all_gather
+from . import Context, Exchange, HeadSharding, StateLayout, Strategy, Topology, Traffic, all_gather
 
 
 def prepare(context: Context) -> Exchange:
@@ -75,7 +75,7 @@ def _spread(context: Context, ranks: list[int], rows: Tensor, tag: int) -> Round
 
 
 def traffic(
-    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
+    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: HeadSharding
 ) -> Traffic:
     size = topology.subtree_size
     if size == 1:

@@ -5,15 +5,20 @@ The all-gather is left out where each rank wants its own heads only, as in the d
 parallelism of Helix (arXiv:2507.07120).
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ...ops import merge_states
 from ..transport.buffers import Slices, share
-from . import Context, Exchange, StateLayout, Strategy, Topology, Traffic
+from . import Context, Exchange, HeadSharding, StateLayout, Strategy, Topology, Traffic
 
 
 def prepare(context: Context) -> Exchange:
+    if isinstance(context.head_sharded, tuple):
+        return _prepare_parts(context, context.head_sharded)
     link, state = context.link, context.state
     slices = Slices.of(state.layout, link.world_size, context.head_sharded)
     outgoing = slices.rows_of(state.buffer("slices to send", slices.num_bytes))
@@ -54,9 +59,46 @@ def prepare(context: Context) -> Exchange:
     return exchange
 
 
+def _prepare_parts(context: Context, counts: Sequence[int]) -> Exchange:
+    """Parts of so many heads for each rank, as long as they are: padded to the longest, those of
+    unequal ranks would be up to as many times the bytes as there are ranks."""
+    link, state = context.link, context.state
+    layouts = _parts(state.layout, counts)
+    sizes = [part.message_bytes for part in layouts]
+    outgoing = state.buffer("slices to send", sum(sizes)).split(sizes)
+    own, num_bytes = layouts[link.rank], link.world_size * sizes[link.rank]
+    incoming = state.buffer("slices received", num_bytes).view(link.world_size, -1)
+    places = zip(state.o.split(counts, 1), state.lse.split(counts, 1), strict=True)
+    loads = [
+        pair
+        for part, memory, place in zip(layouts, outgoing, places, strict=True)
+        for pair in zip(part.views(memory), place, strict=True)
+    ]
+    receive, send = dict(enumerate(incoming)), dict(enumerate(outgoing))
+    transpose = link.messages(receive, send, state.device)
+    o_parts, lse_parts = own.views(incoming)
+
+    def exchange(deadline: float, o: Tensor, lse: Tensor) -> None:
+        for part, place in loads:
+            part.copy_(place)
+        transpose.run(deadline)
+        if counts[link.rank]:
+            merge_states(o_parts, lse_parts, out=(o, lse))
+
+    return exchange
+
+
+def _parts(layout: StateLayout, counts: Sequence[int]) -> list[StateLayout]:
+    batch, _, seqlen_q = layout.shape
+    return [replace(layout, shape=(batch, count, seqlen_q)) for count in counts]
+
+
 def traffic(
-    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: bool
+    layout: StateLayout, topology: Topology, out_dtype: torch.dtype, head_sharded: HeadSharding
 ) -> Traffic:
+    if isinstance(head_sharded, tuple):
+        sizes = [part.num_bytes for part in _parts(layout, head_sharded)]
+        return Traffic(1, sum(sizes) - min(sizes))
     slices = Slices.of(layout, topology.world_size, head_sharded)
     num_bytes = slices.layout.num_bytes
     if not head_sharded:
