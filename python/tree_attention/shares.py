@@ -6,10 +6,15 @@ for equal ones. A rank with a share of 0 gets nothing, and takes part in every e
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from ._numbers import as_integers, shown
 
 Shares = tuple[int, ...] | None
+# As callers give them.
+GivenShares = Sequence[int] | Mapping[str, Sequence[int] | None] | None
 
 # A cycle of the cache's slots has `sum(shares)` blocks, and only whole cycles are as shares say.
 MAX_SHARE = 1024
@@ -39,3 +44,61 @@ def as_shares(op: str, name: str, value: object, world_size: int) -> Shares:
     divisor = math.gcd(*found)
     shares = tuple(share // divisor for share in found)
     return None if min(shares) == max(shares) else shares
+
+
+def parts(size: int, count: int, shares: Shares = None, granule: int = 1) -> list[tuple[int, int]]:
+    """The parts [begin, end) of `size` things for `count` ranks, by largest remainders of granules.
+
+    Of equal remainders the lower rank's is first. The last rank that has a share gets what is left
+    of a granule.
+    """
+    weights = shares or (1,) * count
+    granules, total = size // granule, sum(weights)
+    sizes = [granules * weight // total for weight in weights]
+    by_remainder = sorted(range(count), key=lambda r: (-(granules * weights[r] % total), r))
+    for rank in by_remainder[: granules - sum(sizes)]:
+        sizes[rank] += 1
+    bounds = [granule * bound for bound in accumulate(sizes, initial=0)]
+    last = max(rank for rank, weight in enumerate(weights) if weight)
+    bounds[last + 1 :] = [size] * (count - last)
+    return list(pairwise(bounds))
+
+
+class ModelShares(NamedTuple):
+    """Shares of the ranks of a group in a model's weights; and in the cache's slots and in prompts
+    whose tokens are split, of those ranks that share keys."""
+
+    weights: Shares = None
+    cache: Shares = None
+    prompt: Shares = None
+
+    @staticmethod
+    def of(op: str, value: object, world_size: int, tensor_parallel_size: int = 1) -> "ModelShares":
+        """The argument `shares` of `op`: a list for all three, or a mapping of lists by name, in
+        which what is not there is dealt evenly.
+
+        Raises:
+            TypeError, ValueError: as in `as_shares`; there is no such name; or ranks of a tensor
+                group, which split heads evenly, have unequal shares.
+        """
+        lists = value if isinstance(value, Mapping) else dict.fromkeys(ModelShares._fields, value)
+        found: dict[str, Shares] = {}
+        for name, given in lists.items():
+            if name not in ModelShares._fields:
+                names = ", ".join(ModelShares._fields)
+                raise ValueError(f"{op}: shares must be of {names}, got {shown(name)}")
+            whole = f"shares[{name!r}]" if isinstance(value, Mapping) else "shares"
+            shares = as_shares(op, whole, given, world_size)
+            if shares is not None:
+                own, *others = (
+                    shares[i::tensor_parallel_size] for i in range(tensor_parallel_size)
+                )
+                if any(other != own for other in others):
+                    raise ValueError(
+                        f"{op}: {whole} must be equal for the {tensor_parallel_size} consecutive "
+                        f"ranks of each tensor group, got {shown(given)}"
+                    )
+                if name != "weights":
+                    shares = as_shares(op, whole, own, len(own))
+            found[name] = shares
+        return ModelShares(**found)

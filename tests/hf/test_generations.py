@@ -107,6 +107,40 @@ def _read_in_any_way(_: str, world_size: int) -> Iterator[Options]:
     return ways_to_read(BlockCyclic(world_size, 4))
 
 
+def shares_of(world_size: int) -> list[int]:
+    """A rank with nothing, and others with unequal parts; a world of one has all."""
+    return [*range(1, world_size), 0] if world_size > 2 else [3, 1][:world_size]
+
+
+def _by_shares(_: str, world_size: int) -> Iterator[Options]:
+    """Keys by shares, and prompts whose tokens each rank keeps, in blocks of 4; go round the ranks,
+    in the usual ones; and are dealt otherwise than keys."""
+    shares = shares_of(world_size)
+    for more in (
+        {"layout": BlockCyclic(world_size, 4, shares)},
+        {"shares": shares},
+        {"shares": {"cache": shares, "prompt": shares[::-1]}, "prefill_chunk_size": 16},
+    ):
+        yield {"prefill": "split", "prefill_chunk_size": 6, **more}
+
+
+def _kept_by_shares(_: str, world_size: int) -> Iterator[Options]:
+    yield {"layout": BlockCyclic(world_size, 4, shares_of(world_size)), "prefill_chunk_size": 16}
+
+
+def _split_by_shares(family: str, world_size: int) -> Iterator[Options]:
+    """Weights and keys by shares, and each alone; with tensor groups those of a group are equal."""
+    for size in _sizes(family, world_size):
+        shares = [x for x in shares_of(world_size // size) for _ in range(size)]
+        for given in (shares, {"weights": shares}, {"cache": shares, "weights": shares[::-1]}):
+            yield {"tensor_parallel_size": size, "shares": given}
+
+
+def _checkpoints_by_shares(family: str, world_size: int) -> Iterator[Options]:
+    for options in _split_by_shares(family, world_size):
+        yield options | {"published": True}
+
+
 def _sizes(family: str, world_size: int) -> list[int]:
     if family in FAMILIES_TO_SPLIT:
         return sizes_of_tensor_groups(family, world_size)
@@ -178,6 +212,26 @@ TABLE: dict[str, Row] = {
         [["uneven llama_tied"]], _split_weights, deep=(2, 3, 4), operations=ALL_OPERATIONS
     ),
     "weights, kept": Row([["uneven llama"]], _split_weights, ((4, 2),), (), ("kept",)),
+    "shares": Row([["llama", "deepseek"]], _by_shares, (3,), (1, 2, 4)),
+    "shares, families": Row(_by(8, [*SPLIT_PROMPTS]), _by_shares, deep=(2,)),
+    "shares, operations": Row(
+        [["llama"]], _by_shares, deep=(3,), operations=("beams", "lookup", "sampling")
+    ),
+    "shares, kept": Row(
+        [["llama", "gemma2"]], _kept_by_shares, ((3, 2),), ((2, 1, 4),), ("kept",), num_tokens=20
+    ),
+    "shares, windows": Row(
+        [["mistral_window", "gemma2"]], _kept_by_shares, deep=(2, 3),
+        caches=("growing", "fixed", "int8"), num_tokens=20, small_windows=True,
+    ),
+    "shares of weights": Row([["uneven llama"], QUICK], _split_by_shares, (2,), (3, 4)),
+    "shares of weights, all families": Row(_by(9, SPLIT_WEIGHTS), _split_by_shares, deep=(3,)),
+    "shares of weights, operations": Row(
+        [["uneven llama_tied"]], _split_by_shares, deep=(3,), operations=ALL_OPERATIONS
+    ),
+    "shares of checkpoints": Row(
+        [["uneven llama_tied", "uneven gpt_oss"]], _checkpoints_by_shares, deep=(2, 3, 4)
+    ),
     "8 bits, split weights": Row(
         [["uneven llama"]], _split_weights, (2,), (3, 4), caches=("int8", "fp8"), num_tokens=12
     ),
@@ -314,16 +368,17 @@ def _of_enable(options: Options) -> Options:
 
 def _make(family: str, options: Options, directory: Path) -> Any:
     """The model as the options say."""
-    size = options.get("tensor_parallel_size")
+    size, options = options.get("tensor_parallel_size"), {**options}
+    shares = {} if size is None or "shares" not in options else {"shares": options.pop("shares")}
     if "published" in options:
         model = hf.from_pretrained(
-            directory / family, tensor_parallel_size=size, **_of_enable(options)
+            directory / family, tensor_parallel_size=size, **shares, **_of_enable(options)
         )
         assert not model.training
         return model
     model = make_model(family)
     if size is not None:
-        model = hf.parallelize(model, tensor_parallel_size=size)
+        model = hf.parallelize(model, tensor_parallel_size=size, **shares)
     return hf.enable(model, **_of_enable(options))
 
 
@@ -337,9 +392,9 @@ def _checking_splits(options: Options, case: Case) -> Iterator[None]:
     layout, size = options.get("layout"), options.get("prefill_chunk_size")
     if "split" in options.values() and case.operation == "greedy" and layout and size:
         ranks = layout.world_size
-        chunks = [
-            min(ranks * size, PROMPT_LENGTH - i) for i in range(0, PROMPT_LENGTH, ranks * size)
-        ]
+        shares = getattr(layout, "shares", None) or (1,) * ranks
+        whole = size * sum(shares) // max(shares)
+        chunks = [min(whole, PROMPT_LENGTH - i) for i in range(0, PROMPT_LENGTH, whole)]
         assert calls.call_count == sum(count >= max(ranks, 2) for count in chunks) * (ranks > 1), (
             case
         )
@@ -442,7 +497,7 @@ def test_tokens_equal_those_of_transformers(
     cases = (Case(*x, kind, row.num_tokens) for x in product(families, row.operations))
     wanted = {case: said(case) for case in cases}
     for family in families:
-        if row.ways in (_split_checkpoints, _most_tensor_ranks):
+        if row.ways in (_split_checkpoints, _most_tensor_ranks, _checkpoints_by_shares):
             make_model(family).save_pretrained(tmp_path / family)
     for world_size in worlds if isinstance(worlds, tuple) else (worlds,):
         same_on_all_ranks(run_ranks(_serve, world_size, name, wanted, tmp_path, timeout=200.0))

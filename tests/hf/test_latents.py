@@ -126,6 +126,20 @@ def _in_pieces(rank: int, world_size: int, tokens: Tensor) -> None:
                 assert num_heads == expected * 2  # layers, and in the prompt alone
 
 
+def _in_pieces_of_own_heads(rank: int, world_size: int, tokens: Tensor) -> None:
+    shares = [*range(1, world_size), 0]  # the last rank goes on with no head
+    model = hf.enable(hf.parallelize(make_model("deepseek"), shares=shares))
+    for num_bytes in (1 << 20, 1):
+        with mock.patch.object(latent, "_MAX_EXPANDED_BYTES", num_bytes):
+            assert torch.equal(model.generate(**make_prompts(3, LONG), **GREEDY), tokens)
+
+
+@by_world([2], [3])
+def test_prompts_are_expanded_by_ranks_of_unequal_shares(world_size: int) -> None:
+    tokens = make_model("deepseek").generate(**make_prompts(3, LONG), **GREEDY)
+    run_ranks(_in_pieces_of_own_heads, world_size, tokens)
+
+
 @by_world([], [2, 1, 3])
 def test_prompts_are_expanded_in_pieces_of_heads(world_size: int) -> None:
     """Also where all slots of the prompt are on the first rank."""

@@ -89,24 +89,43 @@ def _prompts() -> dict[str, Tensor]:
     return left_padded(VOCAB_SIZE, 40, (0, 5), seed=4)  # more tokens than a widened copy pays from
 
 
-def _tokens(rank: int, world_size: int, path: Path, scheme: str) -> list[tuple[Tensor, Tensor]]:
+def _shares(groups: int) -> list[int]:
+    """Of tensor groups, one of which has empty slices of all matrices and experts."""
+    return [3, 0, 1, 2][:groups]
+
+
+def _tokens(
+    rank: int, world_size: int, path: Path, scheme: str, unequal: bool
+) -> list[tuple[Tensor, Tensor]]:
     found = []
     for name in FAMILIES:
         for size in sizes_of_tensor_groups(name, world_size):
-            model = hf.from_pretrained(path / name, tensor_parallel_size=size, weights=scheme)
+            shares = [x for x in _shares(world_size // size) for _ in range(size)]
+            model = hf.from_pretrained(
+                path / name,
+                tensor_parallel_size=size,
+                weights=scheme,
+                shares=shares if unequal else None,
+            )
             found.append(generated(model, _prompts(), **greedy(6))[:2])
     return found
 
 
 @pytest.mark.parametrize(
-    "scheme, world_size",
-    tiers([("int8", 2)], [(x, w) for w in (2, 3, 4) for x in SCHEMES if (x, w) != ("int8", 2)]),
+    "scheme, world_size, unequal",
+    tiers(
+        [("int8", 2, False), ("int4", 2, True)],
+        [("int4", 2, False), ("int8", 2, True)]
+        + [(x, w, y) for w in (3, 4) for x in SCHEMES for y in (False, True)],
+    ),
 )
-def test_tokens_equal_those_of_one_process(scheme: str, world_size: int, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_process(
+    scheme: str, world_size: int, unequal: bool, tmp_path: Path
+) -> None:
     """With the same weights, and the same bits on all ranks."""
     for name, family in FAMILIES.items():
         make_model(family).save_pretrained(tmp_path / name)
-    ranks = run_ranks(_tokens, world_size, tmp_path, scheme, timeout=180.0)
+    ranks = run_ranks(_tokens, world_size, tmp_path, scheme, unequal, timeout=180.0)
     same_on_all_ranks([[logits for _, logits in found] for found in ranks])
     found = iter(ranks[0])
     for name in FAMILIES:

@@ -25,7 +25,7 @@ from distributed import on_ranks, run_ranks
 pytest.importorskip("transformers")
 
 from split_models import make_model, make_prompts
-from tree_attention import ExchangeError, hf
+from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention.hf import CACHE_NAME
 
 BAD = (2, 0, -1, 6)
@@ -56,6 +56,32 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         *(
             (ValueError, f"dtype must be .*, got {x!r}", partial(hf.from_pretrained, path, dtype=x))
             for x in ("bf16", torch.int8)
+        ),
+        *(
+            (
+                error,
+                "shares must be an integer from 0 to 1,024 for each of 3 ranks",
+                partial(x, shares=y),
+            )
+            for x in (
+                partial(split, model),
+                partial(hf.from_pretrained, path),
+                partial(hf.enable, model),
+            )
+            for error, y in ((ValueError, [1, 2]), (ValueError, [0, 0, 0]), (TypeError, "3,1,1"))
+        ),
+        *(
+            (
+                ValueError,
+                "shares and layout both say",
+                partial(x, shares=[3, 2, 1], layout=BlockCyclic(3)),
+            )
+            for x in (partial(hf.from_pretrained, path), partial(hf.enable, model))
+        ),
+        (
+            ValueError,
+            "enable: shares of weights are for from_pretrained and parallelize",
+            partial(hf.enable, model, shares={"weights": [3, 2, 1]}),
         ),
     ]
     _check(refusals)
@@ -332,3 +358,24 @@ def test_safetensors_beside_other_files(tmp_path: Path) -> None:
         (tmp_path / file).write_bytes(b"")
     found = hf.from_pretrained(tmp_path).generate(**make_prompts(), **PROMPT)
     assert torch.equal(found, make_model("llama").generate(**make_prompts(), **PROMPT))
+
+
+@on_ranks(2)
+def test_shares_that_differ_are_found(rank: int, world_size: int) -> None:
+    with pytest.raises(
+        ExchangeError, match=r"shares is \(\(1, 2\), .* on rank 1, \(None, None, No"
+    ):
+        hf.parallelize(make_model("llama"), shares=[1, 1 + rank])
+    model = hf.enable(make_model("llama"), shares=[2, 1 + rank], timeout=10)
+    with pytest.raises(ExchangeError, match=r"layout is BlockCyclic.* on rank "):
+        model.generate(**make_prompts(), **PROMPT)
+
+
+@on_ranks(2)
+def test_shares_of_prompts_that_differ_are_found(rank: int, world_size: int) -> None:
+    shares = {"prompt": [3, 1 + rank]}
+    model = hf.enable(make_model("llama"), shares=shares, prefill="split", timeout=10)
+    with pytest.raises(
+        ExchangeError, match=r"shares of a prompt is \(3, 2\) on rank 1, \(3, 1\) on"
+    ):
+        model.generate(**make_prompts(), **PROMPT)

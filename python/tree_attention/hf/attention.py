@@ -84,6 +84,8 @@ def tree_attention_forward(
         attend = functools.partial(
             _over_shard, ranges=ranges, out_dtype=out_dtype, keywords=keywords
         )
+        if mesh is not None and own is not None:
+            attend = functools.partial(attend, counts=mesh.head_counts(query.shape[1]))
         if isinstance(layer, LatentLayer):
             o, lse = attend_to_latents(module, query, layer, attend, own)
         else:
@@ -101,8 +103,10 @@ def _over_shard(
     ranges: KeyRanges,
     out_dtype: torch.dtype,
     keywords: dict[str, Any],
+    counts: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of a layer on all ranks of its cache."""
+    """Attention to the keys of a layer on all ranks of its cache; `counts` of heads for each rank,
+    where these are sharded by shares."""
     _check_layer(layer, ranges)
     shard, split = layer.shard, current_token_split()
     if shard.world_size == 1 and not torch.compiler.is_compiling():
@@ -143,6 +147,8 @@ def _over_shard(
         "group": shard.comm,
         "timeout": shard.timeout,
     }
+    if counts is not None and is_head_sharded:
+        merging["head_counts"] = counts
 
     def decode(q: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
         if len(parts) == 1:

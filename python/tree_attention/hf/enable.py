@@ -4,6 +4,7 @@
 import functools
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Literal
 
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 from typing_extensions import Unpack
 
-from .._numbers import integer
+from .._numbers import integer, shown
 from ..exchange import Communicator, check_options, get_communicator
-from ..sharding import ShardLayout
+from ..sharding import BlockCyclic, ShardLayout
+from ..shares import GivenShares, ModelShares, Shares
 from ..weights.mesh import Mesh
 from ..weights.whole import check_model
 from .cache.shard import Shard
@@ -33,6 +35,7 @@ def enable(
     group: ProcessGroup | Communicator | None = None,
     layout: ShardLayout | None = None,
     *,
+    shares: GivenShares = None,
     prefill: Literal["auto", "split", "replicated"] = "auto",
     prefill_chunk_size: int | None = 2048,
     synchronize_logits: bool = False,
@@ -50,6 +53,13 @@ def enable(
     Args:
         group, layout: see `TreeCache`. A model whose weights are split has its groups from there:
             `group` is None, and `layout` is over its context group.
+        shares: for ranks of unequal speed or memory, one integer from 0 to 1,024 for each: how much
+            of the cache, and of prompts that are split, it gets. [3, 1] gives the first of two
+            three quarters. A mapping has lists for "cache" and "prompt" apart, of which one that is
+            left out is split evenly. None: those of the weights, if the model was split with some,
+            or else those of `layout`, or equal ones. Not with `layout`. Shares of the cache alone
+            do not help a model with replicated weights, as every rank reads all of these for each
+            token: load it with `from_pretrained`.
         prefill: "split" gives each rank some tokens of a prompt, and each runs the model on its
             own; "replicated" has every rank run it on all of them; "auto" splits a chunk of 64
             tokens or more for each rank. Split are forward passes over several tokens that ask for
@@ -71,11 +81,11 @@ def enable(
 
     Raises:
         TypeError: `model` is no model of transformers or is wrapped, or there is no such option.
-        ValueError: the model has no `generate`, its attention cannot be chosen, attention does
-            not take its dtype or head_dim on its device, its layers cache anything but keys and
-            values, latents or states of their own, `prefill` is "split" and the tokens of this
-            model cannot be split, or an argument is out of range, or not for this model, layout or
-            `prefill`.
+        ValueError: `shares` are no such numbers, or given with `layout`; the model has no
+            `generate`, its attention cannot be chosen, attention does not take its dtype or
+            head_dim on its device, its layers cache anything but keys and values, latents or states
+            of their own, `prefill` is "split" and the tokens of this model cannot be split, or an
+            argument is out of range, or not for this model, layout or `prefill`.
 
     For example::
 
@@ -95,6 +105,7 @@ def enable(
         mesh,
         group,
         layout,
+        shares=shares,
         prefill=prefill,
         prefill_chunk_size=prefill_chunk_size,
         synchronize_logits=synchronize_logits,
@@ -114,6 +125,7 @@ def check_enable(
     group: ProcessGroup | Communicator | None = None,
     layout: ShardLayout | None = None,
     *,
+    shares: GivenShares = None,
     prefill: Literal["auto", "split", "replicated"] = "auto",
     prefill_chunk_size: int | None = 2048,
     synchronize_logits: bool = False,
@@ -134,6 +146,7 @@ def check_enable(
         _check_split(group, mesh, options["strategy"])
         comm, logits_comm, group = mesh.sums, mesh.calls, mesh.context_group
     place = get_communicator(group)  # which every call then uses, whatever becomes of the world
+    layout, prompt_shares = _by_shares(layout, shares, place.world_size, mesh, options)
     new_cache = functools.partial(TreeCache, model.config, place, layout, **options)
     cache = new_cache()  # refuses now what every call of generate would refuse
     chosen = _checked_prefill(prefill, cache.shard, mesh)
@@ -147,6 +160,7 @@ def check_enable(
         prefill_chunk_size,
         SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None,
         chosen,
+        prompt_shares,
     )
     return setup, can_split
 
@@ -172,6 +186,43 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError("disable: the model is not enabled; call enable(model) first")
     unpatch(model)
     return model
+
+
+def refuse_both(op: str, shares: object, layout: object) -> None:
+    """Raises ValueError where a call of `op` has both."""
+    if shares is not None and layout is not None:
+        raise ValueError(
+            f"{op}: shares and layout both say which rank keeps a token, got {shown(shares)} and "
+            f"{layout}; give one of them, such as BlockCyclic(world_size, block, shares)"
+        )
+
+
+def _by_shares(
+    layout: ShardLayout | None,
+    shares: GivenShares,
+    world_size: int,
+    mesh: Mesh | None,
+    options: CacheOptions,
+) -> tuple[ShardLayout | None, Shares]:
+    """The layout of caches, None for the default, and the shares of a prompt."""
+    refuse_both("enable", shares, layout)
+    if shares is None:
+        found = ModelShares() if mesh is None else mesh.shares
+    elif mesh is None:
+        found = ModelShares.of("enable", shares, world_size)
+    else:
+        found = ModelShares.of("enable", shares, mesh.world_size, mesh.tensor_parallel_size)
+    if isinstance(shares, Mapping) and "weights" in shares:
+        raise ValueError(
+            "enable: shares of weights are for from_pretrained and parallelize, which split them, "
+            f"got {shown(shares)}"
+        )
+    if layout is not None:
+        return layout, layout.shares if isinstance(layout, BlockCyclic) else None
+    if found.cache is None:
+        return None, found.prompt
+    block = options["deterministic"] or BlockCyclic.block
+    return BlockCyclic(world_size, block, found.cache), found.prompt
 
 
 def _checked_prefill(prefill: str, shard: Shard, mesh: Mesh | None) -> str:

@@ -22,6 +22,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList,
 from transformers.generation import GenerationMode
 
 from ..exchange import Communicator, ExchangeError, Signature, sentence
+from ..shares import Shares
 from .cache.shard import Shard
 from .cache.tree_cache import TreeCache
 from .cache.window import WindowLayer
@@ -79,6 +80,7 @@ class Setup:
     prefill_chunk_size: int | None
     synchronize_logits: SynchronizeLogits | None
     prefill: str
+    prompt_shares: Shares  # of the tokens of prompts that are split
     calls: _Calls = field(default_factory=_Calls)
 
 
@@ -347,7 +349,8 @@ def _set_chunk_size(
     if generation_config.output_hidden_states:
         size = None  # transformers returns the hidden states of the last chunk alone
     if size is not None and splits_prompts(model, model_kwargs):
-        size *= setup.shard.world_size
+        shares = setup.prompt_shares or (1,) * setup.shard.world_size
+        size = size * sum(shares) // max(shares)  # of which no rank has more than its size
     if generation_config.prefill_chunk_size is None:
         if size is None or num_new <= size:
             return

@@ -40,7 +40,9 @@ def patch(model: PreTrainedModel, setup: Setup, splits_prompts: bool) -> None:
     for name, replacement in REPLACEMENTS.items():
         override(model, name, functools.partial(replacement, setup))
     if splits_prompts:
-        override(model, "forward", split_forward(type(model), model.config, setup.prefill))
+        kind, config = type(model), model.config
+        split = split_forward(kind, config, setup.prefill, setup.prompt_shares)
+        override(model, "forward", split)
 
 
 def unpatch(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from .._numbers import shown
 from ..exchange import DEFAULT_TIMEOUT, Signature, check_timeout, on_every_rank
 from ..options import LOADING, check_option_names, lists_options
+from ..shares import GivenShares
 from ..weights.checkpoint.files import Source
 from ..weights.digests import digest_parameters
 from ..weights.experts import choose_experts
@@ -21,7 +22,7 @@ from ..weights.mesh import Mesh
 from ..weights.plan import WeightPlan, plan
 from ..weights.split import attach, split
 from ..weights.whole import check_model
-from .enable import check_enable, disable, enable
+from .enable import check_enable, disable, enable, refuse_both
 from .options import EnableOptions
 from .patch import is_enabled
 
@@ -35,6 +36,7 @@ def from_pretrained(
     *,
     group: ProcessGroup | None = None,
     tensor_parallel_size: int = 1,
+    shares: GivenShares = None,
     dtype: torch.dtype | Literal["auto", "float32", "bfloat16", "float16"] | None = None,
     device: torch.device | str | None = None,
     weights: Literal["int8", "int4"] | None = None,
@@ -58,7 +60,7 @@ def from_pretrained(
         path: a directory with config.json and safetensors files, or a name on the Hugging Face Hub.
             What looks like a path, as `models/llama` where there is a directory models, is not
             asked of the Hub.
-        group, tensor_parallel_size: see `parallelize`.
+        group, tensor_parallel_size, shares: see `parallelize`; shares not together with layout.
         dtype: dtype of the weights, or its name; None, the default, and "auto" are the
             checkpoint's.
         device: where the weights go, by default the CPU.
@@ -98,7 +100,8 @@ def from_pretrained(
     timeout = check_timeout("from_pretrained", enable_options.get("timeout", DEFAULT_TIMEOUT))
     names = inspect.signature(from_pretrained).parameters
     check_option_names("from_pretrained", enable_options, names, LOADING)
-    mesh = Mesh(group, tensor_parallel_size, timeout, op="from_pretrained")
+    refuse_both("from_pretrained", shares, enable_options.get("layout"))
+    mesh = Mesh(group, tensor_parallel_size, timeout, "from_pretrained", shares)
 
     def load_parts() -> tuple[Signature, PreTrainedModel]:
         if attn_implementation != "tree_attention":
@@ -124,7 +127,11 @@ def from_pretrained(
 
 
 def parallelize(
-    model: PreTrainedModel, *, group: ProcessGroup | None = None, tensor_parallel_size: int = 1
+    model: PreTrainedModel,
+    *,
+    group: ProcessGroup | None = None,
+    tensor_parallel_size: int = 1,
+    shares: GivenShares = None,
 ) -> PreTrainedModel:
     """Splits the weights of a model in memory over the ranks of a group, in place.
 
@@ -140,13 +147,22 @@ def parallelize(
         group: process group, by default the world.
         tensor_parallel_size: number of ranks in a tensor group; divides the world size and the
             number of heads of keys and values, or of queries where heads share latents.
+        shares: for ranks of unequal speed or memory, one integer from 0 to 1,024 for each rank of
+            the group, equal in each tensor group: how much it gets of the weights that all ranks
+            split, and with `enable` of the cache. [3, 1] gives the first of two ranks three
+            quarters. A mapping has lists for "weights" and "cache" apart, of which one that is left
+            out is split evenly. A rank with 0 runs, and holds what every rank has whole. Sums have
+            other parts then, so that logits depend on the shares in their last bits, the same on
+            all ranks. None: equal ones.
 
     Returns:
         `model` itself, in eval mode, its attention `"tree_attention"`.
 
     Raises:
-        TypeError: the model is none of transformers, or tensor_parallel_size is no integer.
-        ValueError: tensor_parallel_size is out of range, or the model cannot be, or is, split.
+        TypeError: the model is none of transformers, or tensor_parallel_size or a share is no
+            integer.
+        ValueError: tensor_parallel_size or shares are out of range, or the model cannot be, or is,
+            split.
         ExchangeError: a rank was lost, or ranks have other models or sizes.
 
     For example::
@@ -162,7 +178,7 @@ def parallelize(
     """
     if check_model("parallelize", model) is not None:
         raise ValueError(f"parallelize: this {type(model).__name__} is split already")
-    mesh = Mesh(group, tensor_parallel_size)
+    mesh = Mesh(group, tensor_parallel_size, shares=shares)
 
     def examine() -> tuple[Signature, tuple[WeightPlan | None, str]]:
         digest = digest_parameters(model)

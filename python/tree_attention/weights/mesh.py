@@ -2,7 +2,6 @@
 """Groups of the ranks that share the weights and the cache of one model."""
 
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,10 +17,14 @@ from ..exchange import (
     resolve_group,
     sentence,
 )
+from ..shares import ModelShares, as_shares, parts
 from .parts import Range
 
-# A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned.
-_GRANULE = 16
+# A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned; by
+# shares, of long axes, at one of the numbers that weights of 4 bits are packed in, as a slice that
+# begins in between has zeros before it and twice the scales (`quantised`).
+_GRANULE, _WIDE_GRANULE = 16, 64
+_LONG = 64 * _WIDE_GRANULE  # granules are then at most 1/64 of it
 
 # Every sub-group has connections and threads of its own, so the models of one group share its
 # sub-groups. The keys are the group, and a sub-group's ranks in the world.
@@ -46,6 +49,7 @@ class Mesh:
         tensor_parallel_size: int,
         timeout: float = DEFAULT_TIMEOUT,
         op: str = "parallelize",
+        shares: object = None,
     ) -> None:
         found = resolve_group(group)
         self.group = None if found is None or dist.get_world_size() == 1 else found
@@ -59,14 +63,21 @@ class Mesh:
                 f"{op}: tensor_parallel_size must divide the group's world size {self.world_size}, "
                 f"got {size}"
             )
+        self.shares = ModelShares.of(op, shares, self.world_size, size)
         self.context_size = self.world_size // size
+        # Shares of the ranks of a context group in weights; those of a tensor group are equal.
+        weights = self.shares.weights
+        by_context = None if weights is None else weights[::size]
+        self._head_shares = as_shares(op, "shares", by_context, self.context_size)
+        self._parts_of_heads: dict[int, list[Range]] = {}  # which every layer asks for
         self.tensor_rank, self.context_rank = self.rank % size, self.rank // size
         self.tensor_group: ProcessGroup | None = None
         self.context_group: ProcessGroup | None = None
         # A communicator compares ranks whenever the kind of call changes, so each kind has its own.
         self.sums, self.logits = self.calls, self.calls
         if self.group is not None:
-            self.calls.agree((("tensor_parallel_size", size),), timeout, op)
+            fields = ("tensor_parallel_size", size), ("shares", tuple(self.shares))
+            self.calls.agree(fields, timeout, op)
             ranks, first = dist.get_process_group_ranks(self.group), self.rank - self.tensor_rank
             self.tensor_group = self._sub_group(self.group, ranks[first : first + size])
             self.context_group = self._sub_group(self.group, ranks[self.tensor_rank :: size])
@@ -85,14 +96,32 @@ class Mesh:
 
     def slice(self, size: int) -> Range:
         """This rank's part [begin, end) of an axis that all ranks of the group split."""
-        return slices(size, self.world_size)[self.rank]
+        return self.slices(size)[self.rank]
+
+    def slices(self, size: int) -> list[Range]:
+        """The parts [begin, end) of an axis of `size` by rank, in proportion to shares of weights;
+        without any their sizes differ by at most 16."""
+        shares = self.shares.weights
+        is_wide = shares is not None and size >= _LONG and size % _WIDE_GRANULE == 0
+        return parts(size, self.world_size, shares, _WIDE_GRANULE if is_wide else _GRANULE)
 
     def own_heads(self, num_heads: int) -> Range:
-        """Query heads that this rank keeps after attention, out of `num_heads` of its tensor group:
-        what `torch.tensor_split` over the context group gives it."""
-        count, more = divmod(num_heads, self.context_size)
-        begin = self.context_rank * count + min(self.context_rank, more)
-        return begin, begin + count + (self.context_rank < more)
+        """Query heads that this rank keeps after attention, out of `num_heads` of its tensor
+        group."""
+        return self._heads(num_heads)[self.context_rank]
+
+    def head_counts(self, num_heads: int) -> tuple[int, ...] | None:
+        """How many heads that is for each rank of the context group, as a merge takes it; None:
+        they are split evenly."""
+        if self._head_shares is None:
+            return None
+        return tuple(end - begin for begin, end in self._heads(num_heads))
+
+    def _heads(self, num_heads: int) -> list[Range]:
+        if num_heads not in self._parts_of_heads:
+            found = parts(num_heads, self.context_size, self._head_shares)
+            self._parts_of_heads[num_heads] = found
+        return self._parts_of_heads[num_heads]
 
     def _sub_group(self, group: ProcessGroup, ranks: list[int]) -> ProcessGroup:
         if len(ranks) == self.world_size:
@@ -133,11 +162,3 @@ def _new_group(group: ProcessGroup, ranks: list[int], timeout: float) -> Process
     assert isinstance(made, ProcessGroup)  # as this rank is one of them
     world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made
-
-
-def slices(size: int, count: int) -> list[Range]:
-    """The parts [begin, end) of an axis of `size` for `count` ranks; sizes differ by at most 16."""
-    each, more = divmod(size // _GRANULE, count)
-    # The last rank has what is left of a granule, and no granule more than others.
-    bounds = [_GRANULE * (i * each + min(i, more)) for i in range(count)] + [size]
-    return list(pairwise(bounds))

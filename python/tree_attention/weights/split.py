@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from .heads import eps_of
-from .mesh import Mesh, slices
+from .mesh import Mesh
 from .parts import part_of
 from .plan import WeightPlan, whole_parts
 
@@ -44,7 +45,10 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
         head.weight = embedding.weight
 
     for name in made.summed:
-        model.get_submodule(name).register_forward_hook(functools.partial(_add_up, mesh))
+        module: Any = model.get_submodule(name)
+        module.register_forward_hook(functools.partial(_add_up, mesh))
+        if isinstance(module, Conv1D) and module.weight.shape[0] == 0:
+            vars(module)["forward"] = MethodType(_of_no_inputs, module)
     for name, copies in made.norms.items():
         norm, size = model.get_submodule(name), whole_sizes[name]
         norm.register_forward_hook(functools.partial(_norm_over_ranks, mesh, size, copies))
@@ -53,7 +57,7 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
             setattr(model.get_submodule(name), attribute, value)
     for name in made.silent:
         model.get_submodule(name).register_forward_hook(_silence)
-    parts = slices(embedding.num_embeddings, mesh.world_size)
+    parts = mesh.slices(embedding.num_embeddings)
     begin, end = parts[mesh.rank]
     # The row of each token in this rank's part; tokens of other ranks take a row of zeros.
     rows = torch.full((embedding.num_embeddings,), end - begin, device="cpu")
@@ -175,6 +179,12 @@ def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Any) -> Any:
     if isinstance(output, tuple):  # of a block of experts, with the logits of its router (Llama 4)
         return _add_up(mesh, module, args, output[0]), *output[1:]
     return mesh.sums.all_reduce(output, timeout=mesh.timeout)
+
+
+def _of_no_inputs(self: Any, x: Tensor) -> Tensor:
+    """What `Conv1D` says of inputs without columns, whose view of them has no size."""
+    result: Tensor = x @ self.weight + self.bias
+    return result
 
 
 def _norm_over_ranks(

@@ -157,7 +157,7 @@ def _expand(module: Any, o: Tensor, weight: Tensor) -> Tensor:
     weight = weight[:, module.qk_nope_head_dim :]
     # With the weight on the right, torch would transpose it in a copy in bfloat16 and float16.
     product = torch.bmm(weight, _by_head(o).transpose(1, 2))
-    return product.view(num_heads, -1, batch, seqlen_q).permute(2, 0, 3, 1)
+    return product.view(num_heads, weight.shape[1], batch, seqlen_q).permute(2, 0, 3, 1)
 
 
 def expand_unless_sharded(
@@ -169,7 +169,8 @@ def expand_unless_sharded(
 
 def _by_head(x: Tensor) -> Tensor:
     """`[num_heads_q, batch * seqlen_q, columns]`, so that a product does not repeat the weight."""
-    return x.transpose(0, 1).reshape(x.shape[1], -1, x.shape[3])
+    batch, num_heads_q, seqlen_q, columns = x.shape  # also of no heads
+    return x.transpose(0, 1).reshape(num_heads_q, batch * seqlen_q, columns)
 
 
 def weight_of(module: Any) -> Tensor:

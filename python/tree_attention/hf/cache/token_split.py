@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...exchange import Signature
 from ...sharding import BlockCyclic
+from ...shares import Shares
 from .shard import Moves, Place, Shard, tokens_at
 
 # By how many tokens ranks may differ: a block of the default layout.
@@ -22,12 +23,20 @@ class TokenSplit:
     """The tokens of one chunk, split over the ranks of a cache for one forward pass.
 
     A rank computes the tokens whose slots it keeps, so that keys and values need not move, where
-    that gives every rank one or more and their numbers differ by at most a block. Otherwise tokens
-    go round the ranks: token `i` of the chunk to rank `i % world_size`.
+    that gives every rank with a share one or more and their numbers, divided by their shares,
+    differ by at most a block. Otherwise tokens go round the ranks, to each as many as its share:
+    without shares token `i` of the chunk to rank `i % world_size`. A rank that has none of them
+    computes the first one, as models take no empty text, and nothing of it is sent or kept.
     """
 
     def __init__(
-        self, shard: Shard, begin: int, length: int, device: torch.device, signature: Signature
+        self,
+        shard: Shard,
+        begin: int,
+        length: int,
+        device: torch.device,
+        signature: Signature,
+        shares: Shares = None,
     ) -> None:
         self.shard, self.begin, self.length, self.device = shard, begin, length, device
         self.end = begin + length
@@ -35,18 +44,28 @@ class TokenSplit:
         kept = [layout.count(r, self.end) - layout.count(r, begin) for r in ranks]
         # A layout may end before the chunk does. Writing the cache then says so.
         is_whole = sum(kept) == length
-        self.is_by_owner = is_whole and min(kept) > 0 and max(kept) - min(kept) <= _MAX_DIFFERENCE
+        weights = shares or (1,) * len(ranks)
+        by_share = [count / weight for count, weight in zip(kept, weights, strict=True) if weight]
+        is_fair = min(by_share) > 0 and max(by_share) - min(by_share) <= _MAX_DIFFERENCE
+        has_none = all(weight or not count for count, weight in zip(kept, weights, strict=True))
+        self.is_by_owner = is_whole and is_fair and has_none
         # Tokens that go round the ranks have the place of slots in blocks of one.
         self._place: Place = (layout, begin)
         if not self.is_by_owner:
-            self._place = BlockCyclic(len(ranks), 1), 0
+            self._place = BlockCyclic(len(ranks), 1, shares), 0
         # By rank, indices in the chunk of the tokens that it computes, increasing.
         self.tokens = [tokens_at(self._place, r, length).to(device) for r in ranks]
+        self.is_idle = not len(self.tokens[shard.rank])
+        # Those that the model of this rank is given.
+        self.own = self.tokens[shard.rank]
+        if self.is_idle:
+            self.own = torch.zeros(1, dtype=torch.int64, device=device)
         # The sizes of all messages follow from it, the layout and the model: the ranks compare it
         # before the first message of a chunk, and the others pass without.
         self._signature: Signature = (
             ("first slot and number of tokens of the chunk", (begin, length)),
             ("layout", layout),
+            ("shares of a prompt", shares),
             *signature,
         )
         self._memory: dict[str, Tensor] = {}
@@ -74,20 +93,22 @@ class TokenSplit:
         Given the keys and values of the tokens that it computed, `[batch, num_heads_kv, tokens,
         head_dim]`, it exchanges them with the other ranks.
         """
+        if self.is_idle:
+            keys, values = keys[:, :, :0], values[:, :, :0]
         if self.is_by_owner:
             return keys, values
         rows = self._moves.apply("prefill", self._signature, torch.cat((keys, values), dim=3))
         return rows[..., : keys.shape[3]], rows[..., keys.shape[3] :]
 
     def of_last_rank(self, x: Tensor) -> Tensor:
-        """Return the `x` of the rank of the last token, with the same bits on every rank."""
+        """Return the `x [batch, 1, ...]` of the last token, with the same bits on every rank."""
         x, rank, (layout, first) = x.contiguous(), self.shard.rank, self._place
         last_rank = layout.owner(first + self.length - 1)
         if rank == last_rank:
             others = set(range(self.shard.world_size)) - {rank}
             self.exchange({}, dict.fromkeys(others, x))
             return x
-        result = torch.empty_like(x)
+        result = x.new_empty((x.shape[0], 1, *x.shape[2:]))  # also where this rank has no tokens
         self.exchange({last_rank: result}, {})
         return result
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from ...shares import Shares
 from ..cache.build import GO_ON_FROM_A_STATE, state_kinds
 from ..cache.token_split import TokenSplit, using_token_split
 from ..cache.tree_cache import TreeCache
@@ -56,9 +57,11 @@ def under_new_name(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def split_forward(kind: type[PreTrainedModel], config: PreTrainedConfig, prefill: str) -> Any:
+def split_forward(
+    kind: type[PreTrainedModel], config: PreTrainedConfig, prefill: str, shares: Shares
+) -> Any:
     """A function in place of the forward of such a model, which splits the tokens of prompts over
-    ranks where that is possible."""
+    ranks, by their shares, where that is possible."""
     signature = inspect.signature(kind.forward)
     min_tokens = 1 if prefill == "split" else _MIN_TOKENS_PER_RANK
     # The numbers of the configuration: sizes of the messages follow from them.
@@ -69,7 +72,7 @@ def split_forward(kind: type[PreTrainedModel], config: PreTrainedConfig, prefill
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
         arguments = arguments_by_name(signature, self, *args, **kwargs)
-        split = _token_split(self, arguments, min_tokens, sizes)
+        split = _token_split(self, arguments, min_tokens, sizes, shares)
         if split is None:
             return original(*args, **kwargs)
         return _forward_own_tokens(original, arguments, split)
@@ -93,7 +96,11 @@ def rope_of_all_positions(config: PreTrainedConfig) -> str | None:
 
 
 def _token_split(
-    model: PreTrainedModel, arguments: Mapping[str, Any], min_tokens: int, sizes: str
+    model: PreTrainedModel,
+    arguments: Mapping[str, Any],
+    min_tokens: int,
+    sizes: str,
+    shares: Shares,
 ) -> TokenSplit | None:
     """The split of the tokens of a forward pass; None: every rank computes all of them."""
     # Depends only on arguments that all ranks share.
@@ -132,7 +139,8 @@ def _token_split(
         ("dtype", model.dtype),
         ("device", tokens.device.type),
     )
-    return TokenSplit(cache.shard, int(cache.get_seq_length()), length, tokens.device, signature)
+    begin = int(cache.get_seq_length())
+    return TokenSplit(cache.shard, begin, length, tokens.device, signature, shares)
 
 
 def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
@@ -153,10 +161,9 @@ def _forward_own_tokens(original: Any, arguments: dict[str, Any], split: TokenSp
     if arguments.get("position_ids") is None:
         positions = torch.arange(split.length, device=split.device) + split.begin
         arguments["position_ids"] = positions[None]
-    own = split.tokens[split.shard.rank]
     for name, axis in _AXES.items():
         if arguments.get(name) is not None:
-            arguments[name] = arguments[name].index_select(axis, own)
+            arguments[name] = arguments[name].index_select(axis, split.own)
     comm = split.shard.comm
     with comm.turn("prefill"), using_token_split(split):
         try:

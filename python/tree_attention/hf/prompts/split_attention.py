@@ -55,6 +55,10 @@ def attend_split(
     o = query.new_empty(shape, dtype=out_dtype)
     lse = query.new_empty(shape[:3], dtype=torch.float32)
     way = _pass_queries if _passes_queries(split, query, layer, ranges) else _pass_keys
+    if split.is_idle:  # and helps the other ranks with their tokens
+        for _ in way(split, query[:, :, :0], layer, ranges, keywords):
+            pass
+        return o.zero_(), lse.zero_()
     for heads, tokens, o_parts, lse_parts in way(split, query, layer, ranges, keywords):
         merged = merge_states(o_parts, lse_parts, out_dtype=out_dtype)
         o[:, heads, tokens], lse[:, heads, tokens] = merged
