@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.harness.report import ROOT
 from benchmarks.latent.model import CHUNK, OURS, configuration
+from tree_attention.cli.models import from_config
 from tree_attention.exchange.auto.choose import CostTable, Measured
 from tree_attention.planning.arithmetic import (
     PROMPTS,
@@ -28,7 +29,6 @@ from tree_attention.planning.arithmetic import (
 )
 from tree_attention.planning.machines import Hosts, Link, Machine, fitted_link
 from tree_attention.planning.models import Model, llama
-from tree_attention.planning.reading import from_config
 
 RESULTS = ROOT / "benchmarks/results"
 FORMS = {

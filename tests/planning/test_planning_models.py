@@ -16,13 +16,13 @@ from transformers import AutoConfig
 
 from hf_families import HYBRIDS, REFUSED, WORKING, Family, make_model
 from tree_attention import hf
+from tree_attention.cli.models import find_model, from_config
 from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache.window import MARGIN, STEP
 from tree_attention.hf.options import KV_DTYPES as OF_8_BITS
 from tree_attention.planning.arithmetic import SPLIT, SPLIT_BY_HEADS, Plan, Work
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import KV_DTYPES, NAMED
-from tree_attention.planning.reading import find_model, from_config
 from tree_attention.reference import quantise
 from tree_attention.weights.mesh import Mesh
 from tree_attention.weights.plan import plan
@@ -274,7 +274,7 @@ def test_refusals_are_those_of_the_library() -> None:
 
 
 def test_experts_without_a_number_of_choices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tree_attention.planning.reading._CHOSEN", ("nothing",))
+    monkeypatch.setattr("tree_attention.hf.shape._CHOSEN", ("nothing",))
     with pytest.raises(ValueError, match=r"of nothing its config\.json has none"):
         from_config("tiny", make_model(KINDS["Mixtral"]).config)
 

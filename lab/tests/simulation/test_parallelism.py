@@ -15,9 +15,9 @@ from distributed import preload, run_ranks
 from hf_families import HYBRIDS, WORKING, make_model
 from lab.simulation import parallelism
 from tree_attention import hf
+from tree_attention.cli.models import from_config
 from tree_attention.planning.arithmetic import SPLIT, SPLIT_BY_HEADS, WHOLE, Split, Work
 from tree_attention.planning.models import llama
-from tree_attention.planning.reading import from_config
 
 preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from ..planning.arithmetic import ALL_FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
 from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, fitted_link, link_of
 from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
-from ..planning.reading import find_model
+from .models import find_model
 from .usage import UsageError, argument_parser, plain_console, printable
 
 HEADINGS = (

@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shapes of models in directories, as transformers makes them and `hf` takes them.
+"""Shapes of models for the planner, from configurations, as transformers makes them.
 
-A model is built without memory for its weights, and enabled; nothing is known by its family.
+A model is built without memory for its weights; nothing is known by its family.
 """
 
-import difflib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from .models import BF16, NAMED, Attention, Model, Weights
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from ..planning.models import BF16, Attention, Model, Weights
+from ..weights.checkpoint.formats import check_format
+from ..weights.mesh import Mesh
+from ..weights.plan import plan, whole_parts
+from .cache.growing import TreeCacheLayer
+from .cache.latent import LatentLayer
+from .cache.tree_cache import TreeCache
+from .check_attention import check_split
+from .release import CACHE_NAME
 
 # The share of all weights from which it is said which are not cut.
 _MUCH = 0.03
@@ -18,46 +29,23 @@ _MUCH = 0.03
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 
 
-def find_model(name: str) -> Model:
-    """Return the named shape, or the shape of a directory with config.json."""
-    if name in NAMED:
-        return NAMED[name]
-    path = Path(name)
-    if not (path / "config.json").is_file():
-        shape = name.rsplit("/", 1)[-1].lower()  # of what the hub calls OWNER/NAME
-        near = difflib.get_close_matches(shape, NAMED, n=1, cutoff=0.7)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(
-            f"{name} is no directory with config.json, and the named shapes are "
-            f"{', '.join(NAMED)}{meant}"
-        )
-    try:
-        from transformers import AutoConfig
+def shape_of(
+    name: str, config: Any, stored: int = 0, check: Callable[[Any], object] = lambda model: None
+) -> Model:
+    """Return the shape of a configuration's model, which `check` may refuse; without `stored`
+    bytes, weights are bf16.
 
-        from ..weights.checkpoint.files import check_config_file
-
-        check_config_file(path / "config.json", "the configuration")
-        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the classes of transformers' checks are of many kinds
-        raise ValueError(f"{name}/config.json cannot be read: {_one_line(error)}") from error
-    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return from_config(path.resolve().name, config, stored)
-
-
-def from_config(name: str, config: Any, stored: int = 0) -> Model:
-    """Return the shape of a configuration's model; without `stored` bytes, weights are bf16."""
-    from ..hf.cache.growing import TreeCacheLayer
-    from ..hf.cache.tree_cache import TreeCache
-    from ..hf.check_attention import check_split
-
+    Raises:
+        ValueError: the model cannot be built or cached, or `check` raised.
+    """
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ValueError(f"{name} cannot be planned: 'chunked_attention' ends texts at a chunk")
+        raise ValueError("'chunked_attention' ends texts at a chunk")
     try:
-        layers = TreeCache(config).layers  # refuses what it cannot cache, as
-        built, filled = _build(config)  # `hf.enable` refuses what else cannot work
+        layers = TreeCache(config).layers  # refuses what it cannot cache, and
+        built, filled = _build(config, check)  # `check` what else cannot work
         weights, sums, not_split, not_cut = _weights(config, built, stored)
     except Exception as error:  # of torch and transformers, of many kinds
-        raise ValueError(f"{name} cannot be planned: {_one_line(error)}") from error
+        raise ValueError(one_line(error)) from error
     prompts_not_split = ""
     try:
         check_split(built)
@@ -87,18 +75,12 @@ def from_config(name: str, config: Any, stored: int = 0) -> Model:
     )
 
 
-def _build(config: Any) -> tuple[Any, list[Any]]:
+def _build(config: Any, check: Callable[[Any], object]) -> tuple[Any, list[Any]]:
     """Return the model without memory, and transformers' cache after a token of one sequence."""
-    import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-    from .. import hf
-    from ..hf.release import CACHE_NAME
-
     options = {"dtype": torch.bfloat16, "trust_remote_code": False}
     with torch.device("meta"), torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, **options).eval()
-        hf.disable(hf.enable(model))
+        check(model)
         model.set_experts_implementation("batched_mm")  # which needs no numbers to choose experts
         cache = DynamicCache(config=model.config)
         model(input_ids=torch.zeros((1, 1), dtype=torch.long), **{CACHE_NAME: cache})
@@ -107,8 +89,6 @@ def _build(config: Any) -> tuple[Any, list[Any]]:
 
 def _attention(config: Any, layer: Any, filled: Any) -> Attention:
     """Return the shape of one layer: of a `TreeCache`, and of transformers with a token."""
-    from ..hf.cache.latent import LatentLayer
-
     heads, value = config.num_attention_heads, filled.values.shape[3]
     _, kv_heads, _, key = filled.keys.shape
     if isinstance(layer, LatentLayer):
@@ -119,12 +99,6 @@ def _attention(config: Any, layer: Any, filled: Any) -> Attention:
 
 def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, str]:
     """Return the weights, the sums of a split model, why it is not split, and what is not cut."""
-    from torch import nn
-
-    from ..weights.checkpoint.formats import check_format
-    from ..weights.mesh import Mesh
-    from ..weights.plan import plan, whole_parts
-
     cut, sums, not_split = frozenset[str](), 0, ""
     by_heads: dict[str, str] = {}  # kinds of the parameters that tensor_parallel_size divides
     quantization = config.to_dict().get("quantization_config") or {}
@@ -176,6 +150,6 @@ def _reason(error: ValueError) -> str:
     return str(error).partition(": ")[2].partition(";")[0]
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     text = str(error).partition("Exception raised from")[0]  # what follows is a C++ stack
     return " ".join(text.split()) or type(error).__name__

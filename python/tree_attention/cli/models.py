@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The shapes of models that `plan` is asked for: by name, or as `hf.enable` takes them."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from ..planning.models import NAMED, Model
+
+
+def find_model(name: str) -> Model:
+    """Return the named shape, or the shape of a directory with config.json."""
+    if name in NAMED:
+        return NAMED[name]
+    path = Path(name)
+    if not (path / "config.json").is_file():
+        shape = name.rsplit("/", 1)[-1].lower()  # of what the hub calls OWNER/NAME
+        near = difflib.get_close_matches(shape, NAMED, n=1, cutoff=0.7)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"{name} is no directory with config.json, and the named shapes are "
+            f"{', '.join(NAMED)}{meant}"
+        )
+    from ..hf.shape import one_line  # not above: named shapes need no torch
+
+    try:
+        from transformers import AutoConfig
+
+        from ..weights.checkpoint.files import check_config_file
+
+        check_config_file(path / "config.json", "the configuration")
+        config = AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the classes of transformers' checks are of many kinds
+        raise ValueError(f"{name}/config.json cannot be read: {one_line(error)}") from error
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return from_config(path.resolve().name, config, stored)
+
+
+def from_config(name: str, config: Any, stored: int = 0) -> Model:
+    """Return the shape of a configuration's model, which must be one that `hf.enable` takes;
+    without `stored` bytes, weights are bf16."""
+    from .. import hf
+    from ..hf.shape import shape_of
+
+    try:
+        return shape_of(name, config, stored, lambda model: hf.disable(hf.enable(model)))
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be planned: {error}") from error
