@@ -49,9 +49,9 @@ class Seconds:
         return self.local + self.exchange
 
 
-def to_owners(num_bytes: float, p: int) -> float:
-    """Bytes that a rank sends of slices to their owners."""
-    return (p - 1) * num_bytes / p
+def to_owners(num_bytes: float, parts: float) -> float:
+    """Bytes that a rank sends of slices to their owners, whose own slice is one of `parts`."""
+    return num_bytes if parts == math.inf else (parts - 1) * num_bytes / parts
 
 
 def sum_phases(num_bytes: float) -> int:
@@ -66,24 +66,50 @@ def sum_bytes(num_bytes: float, p: int) -> float:
 
 @dataclass(frozen=True)
 class Split:
-    """A model in one form over `p` ranks, and their work."""
+    """A model in one form over `p` ranks, and their work.
+
+    With `shares`, an integer for each rank, the numbers are those of `rank`, whose part of what is
+    split is as large as its share; else those of any rank.
+    """
 
     model: Model
     form: str
     p: int
     work: Work
+    shares: tuple[int, ...] | None = None
+    rank: int = 0
+    size: int | None = None  # tensor_parallel_size, if it is not that of the form
 
     @property
     def has_split_weights(self) -> bool:
         return self.form in (SPLIT, SPLIT_BY_HEADS, TENSOR)
 
+    def _parts_of(self, count: int) -> float:
+        """As how many parts of this rank's size `count` ranks split something: infinitely many
+        where it has none."""
+        if self.shares is None or self.form == TENSOR:
+            return count
+        own = self.shares[self.rank]  # ranks of a tensor group have equal shares
+        return sum(self.shares) * count / (self.p * own) if own else math.inf
+
     @property
-    def _parts(self) -> int:
+    def _parts_of_largest(self) -> float:
+        return self.p if self.shares is None else sum(self.shares) / max(self.shares)
+
+    @property
+    def _parts(self) -> float:
         """Number of ranks that split the weights: 1 if every rank has all of them."""
-        return self.p if self.has_split_weights else 1
+        return self._parts_of(self.p) if self.has_split_weights else 1
+
+    @property
+    def _parts_of_cache(self) -> float:
+        """Number of ranks that split the slots of the cache."""
+        return self._parts_of(self.p // self.tensor_parallel_size)
 
     @property
     def tensor_parallel_size(self) -> int:
+        if self.size is not None:
+            return self.size
         heads = {SPLIT_BY_HEADS: self.model.cut_heads, TENSOR: self.model.kv_heads}
         return math.gcd(self.p, heads.get(self.form, 1))
 
@@ -135,7 +161,8 @@ class Split:
         """Bytes that a rank keeps of a sequence's tokens: keys and values, or latents."""
         size = self.tensor_parallel_size
         # The ranks of a tensor group have the same latents, and each its heads' keys and values.
-        share = 1 / size if self.form == TENSOR else (size if layers.latent else 1) / self.p
+        parts = self._parts_of_cache * (1 if layers.latent else size)
+        share = 1 / (size if self.form == TENSOR else parts)
         each = layers.layers * layers.token_bytes(self.model.kv_dtype)
         return share * each * layers.seen(self.work.context)
 
@@ -157,8 +184,9 @@ class Split:
 
     def _merge_bytes(self, states: float) -> float:
         """Bytes that a rank with split weights sends to merge the heads that it goes on with."""
-        size = self.tensor_parallel_size
-        return 0.0 if self.form == TENSOR else to_owners(states / size, self.p // size)
+        if self.form == TENSOR:
+            return 0.0
+        return to_owners(states / self.tensor_parallel_size, self._parts_of_cache)
 
     @property
     def token_bytes(self) -> float:
@@ -169,7 +197,7 @@ class Split:
             return (p - 1) * states
         # One sum more follows the embedding.
         sums = (self._sums + 1) * sum_bytes(sequences * model.hidden * BF16, p)
-        logits = to_owners(sequences * model.vocab * BF16, p)
+        logits = (p - 1) * sequences * model.vocab * BF16 / self._parts
         return self._merge_bytes(states) + sums + logits
 
     def token_seconds(self, hosts: Hosts) -> Seconds:
@@ -183,7 +211,8 @@ class Split:
         operations = 2 * sequences * active
         for x in model.attention:
             pairs = sequences * x.layers * x.seen(self.work.context)
-            operations += 2 * pairs * x.heads / self.p * sum(x.step)
+            heads = x.heads / (self._parts_of_cache * self.tensor_parallel_size)
+            operations += 2 * pairs * heads * sum(x.step)
         merges = self.form != TENSOR and self.tensor_parallel_size < self.p
         rounds = merges * sum(x.layers for x in model.attention)
         phases = sum_phases(sequences * model.hidden * BF16)
@@ -205,17 +234,20 @@ class Split:
     def prefill_seconds(self, hosts: Hosts) -> Seconds:
         """Time of all sequences' prompts, of `work.context` tokens each, in chunks."""
         model, context, weights = self.model, self.work.context, self.model.weights
-        shares = self.p if self.form == PROMPTS else 1  # of a chunk, all of whose tokens they take
-        size = shares * self.work.chunk
+        # Of a chunk's tokens a rank takes one part, and the one with the largest part a chunk.
+        is_dealt = self.form == PROMPTS
+        parts, most = (self._parts_of(self.p), self._parts_of_largest) if is_dealt else (1, 1)
+        size = int(most * self.work.chunk)
         chunks = [(begin, min(size, context - begin)) for begin in range(0, context, size)]
         experts = weights.experts / self._parts * weights.chosen / weights.num_experts
-        operations = 2 * (sum(self._layer_weights) + experts) * context / shares
+        operations = 2 * (sum(self._layer_weights) + experts) * context / parts
         sent = self._sums * sum(sum_bytes(n * model.hidden * BF16, self.p) for _, n in chunks)
         for x in model.attention:
             attention = 2 * x.heads * (x.key + x.value) * x.pairs(context)
             # For every chunk each rank makes keys and values from the latents of its slots again.
             expanded = sum(x.seen(begin) + n for begin, n in chunks)
-            operations += x.layers * (attention + x.expansion * expanded) / self.p
+            own = self._parts_of_cache * self.tensor_parallel_size
+            operations += x.layers * (attention + x.expansion * expanded) / own
             sent += x.layers * sum(self._chunk_bytes(x, *chunk) for chunk in chunks)
         # At most: a sum has two phases.
         merges = 1 if self.has_split_weights else 2

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Shares for machines that differ, by the planner's arithmetic: how much each gets of a model and
+its cache, and which are better left out.
+
+The time of a token is that of the rank which takes longest, and of its exchanges. All results are
+functions of the numbers given, so that ranks with the same numbers have the same shares.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..shares import MAX_SHARE, Shares, as_shares
+from .arithmetic import Split, Work
+from .machines import Hosts, Link, Machine
+from .models import Model
+
+# Shares are equal unless others make a token faster by this part: what is measured differs a little
+# from run to run, and bits depend on shares.
+_LEAST_GAIN = 0.05
+# Sums of shares that are tried first: a cycle of the cache has as many blocks.
+_FEW = 16
+_OF_MEMORY = 0.9  # the rest is for activations
+# A machine that is faster than this part of the fastest is as good as the fastest.
+_AS_FAST = 0.85
+_STEPS = 60  # of a bisection: to the last bits of a float
+
+
+@dataclass(frozen=True)
+class Group:
+    """A model over machines, one for each rank, and the work of all of them."""
+
+    model: Model
+    form: str
+    machines: tuple[Machine, ...]
+    link: Link
+    work: Work
+    tensor_parallel_size: int = 1
+
+    def split(self, shares: Shares, rank: int) -> Split:
+        """What one rank holds and sends."""
+        size, p = self.tensor_parallel_size, len(self.machines)
+        return Split(self.model, self.form, p, self.work, shares, rank, size)
+
+    def local_seconds(self, shares: Shares, rank: int) -> float:
+        """Time of a rank in a token without exchanges."""
+        hosts = Hosts(self.machines[rank], self.link)
+        return self.split(shares, rank).token_seconds(hosts).local
+
+    def token_seconds(self, shares: Shares) -> float:
+        """Time of a token until the last rank is done."""
+        each = [
+            self.split(shares, rank).token_seconds(Hosts(machine, self.link))
+            for rank, machine in enumerate(self.machines)
+        ]
+        return max(x.local for x in each) + max(x.exchange for x in each)
+
+    def slowest(self, shares: Shares) -> int:
+        """The rank for which the others wait."""
+        return max(range(len(self.machines)), key=lambda rank: self.local_seconds(shares, rank))
+
+    def fits(self, shares: Shares) -> bool:
+        return all(
+            self.split(shares, rank).held_bytes <= _OF_MEMORY * machine.memory
+            for rank, machine in enumerate(self.machines)
+        )
+
+    @cached_property
+    def best(self) -> Shares:
+        """The shares with the least time of a token under each machine's memory; None: equal ones,
+        also where these are nearly as fast.
+
+        Raises:
+            ValueError: some machine's memory is too small under all shares.
+        """
+        found = min(self._candidates(), key=self.token_seconds, default=None)
+        if found is None:
+            raise ValueError(self._lack())
+        limit = (1 + _LEAST_GAIN) * self.token_seconds(found)
+        if self.fits(None) and self.token_seconds(None) <= limit:
+            return None
+        return as_shares("plan", "shares", found, len(self.machines))
+
+    @property
+    def seconds(self) -> float:
+        """The time of a token under the best shares."""
+        return self.token_seconds(self.best)
+
+    def without(self, ranks: Sequence[int]) -> "Group":
+        """The same model over the other machines."""
+        return replace(
+            self, machines=tuple(m for r, m in enumerate(self.machines) if r not in ranks)
+        )
+
+    @cached_property
+    def unhelpful(self) -> tuple[int, ...]:
+        """The ranks without which a token takes less time, of those that are slower than others."""
+        speeds, size = self._speeds, self.tensor_parallel_size
+        slow = [u for u, speed in enumerate(speeds) if speed < _AS_FAST * max(speeds)]
+        slow.sort(key=lambda unit: (speeds[unit], unit))
+        found: tuple[int, ...] = ()
+        least = self._seconds_if_it_fits()
+        for count in range(1, len(slow) + 1):
+            ranks = tuple(sorted(u * size + i for u in slow[:count] for i in range(size)))
+            seconds = self.without(ranks)._seconds_if_it_fits()
+            if seconds < least:
+                found, least = ranks, seconds
+        return found
+
+    def _seconds_if_it_fits(self) -> float:
+        try:
+            return self.seconds
+        except ValueError:
+            return math.inf
+
+    def _given(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Shares of ranks from those of tensor groups, whose ranks have equal ones."""
+        return tuple(count for count in counts for _ in range(self.tensor_parallel_size))
+
+    @property
+    def _units(self) -> int:
+        return len(self.machines) // self.tensor_parallel_size
+
+    def _members(self, unit: int) -> range:
+        return range(unit * self.tensor_parallel_size, (unit + 1) * self.tensor_parallel_size)
+
+    @cached_property
+    def _lines(self) -> list[tuple[float, float, float]]:
+        """Of each tensor group: seconds of a token without a share, seconds that the whole of what
+        is split adds, and the part of it for which there is memory."""
+        found = []
+        for unit in range(self._units):
+            own = [int(u == unit) for u in range(self._units)]
+            nothing = self._given([1 - x for x in own]) if self._units > 1 else None
+            whole = self._given(own)
+            base, more, room = 0.0, 0.0, 1.0
+            for rank in self._members(unit):
+                least = self.local_seconds(nothing, rank)
+                base = max(base, least)
+                more = max(more, self.local_seconds(whole, rank) - least)
+                held = self.split(nothing, rank).held_bytes
+                each = self.split(whole, rank).held_bytes - held
+                memory = _OF_MEMORY * self.machines[rank].memory
+                room = min(room, (memory - held) / each if each else float(memory >= held))
+            found.append((base, more, room))
+        return found
+
+    @property
+    def _speeds(self) -> list[float]:
+        return [1 / (base + more) for base, more, _ in self._lines]
+
+    def _parts_within(self, seconds: float) -> list[float]:
+        """The parts that tensor groups can do in a time."""
+        return [
+            max(0.0, min(room, (seconds - base) / more if more else 1.0))
+            for base, more, room in self._lines
+        ]
+
+    def _candidates(self) -> Iterator[tuple[int, ...]]:
+        """Shares near the real numbers that give all ranks the same time, as far as they fit."""
+        if self._units == 1:
+            if self.fits(None):
+                yield self._given([1])
+            return
+        if any(room < 0 for *_, room in self._lines):
+            return
+        low, high = 0.0, max(base + more for base, more, _ in self._lines)
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            is_enough = sum(self._parts_within(middle)) >= 1
+            low, high = (low, middle) if is_enough else (middle, high)
+        parts = self._parts_within(high)
+        if (total := sum(parts)) < 1 - 1e-9:
+            return
+        is_found = False
+        for count in range(1, MAX_SHARE + 1):
+            if count > _FEW and is_found:
+                return
+            shares = self._given(_rounded([part / total for part in parts], count))
+            if self.fits(shares):
+                is_found = True
+                yield shares
+
+    def _lack(self) -> str:
+        """Which machine has too little memory."""
+        rooms = [room for *_, room in self._lines]
+        if min(rooms) < 0:
+            unit, shares = rooms.index(min(rooms)), None
+            if self._units > 1:
+                shares = self._given([int(u != unit) for u in range(self._units)])
+            what = "whatever its share is"
+        else:
+            unit = rooms.index(max(rooms))
+            shares = self._given(_rounded([room / (sum(rooms) or 1) for room in rooms], _FEW))
+            what = "with the shares that need least of all"
+        rank = min(self._members(unit), key=lambda r: self.machines[r].memory)
+        held, machine = self.split(shares, rank).held_bytes, self.machines[rank]
+        return (
+            f"the model fits under no shares: rank {rank} ({machine.name}) needs {held:,.0f} bytes "
+            f"{what}, and {_OF_MEMORY:.0%} of its memory are {_OF_MEMORY * machine.memory:,.0f}"
+        )
+
+
+def _rounded(parts: Sequence[float], count: int) -> list[int]:
+    """Integers with the sum `count` in proportion to parts of 1, by largest remainders."""
+    exact = [part * count for part in parts]
+    found = [int(x) for x in exact]
+    order = sorted(range(len(parts)), key=lambda i: (found[i] - exact[i], i))
+    for i in order[: max(0, count - sum(found))]:
+        found[i] += 1
+    return found
+
+
+def by_speed(speeds: Sequence[float]) -> Shares:
+    """Shares of work that takes as long as its share by a rank's speed, such as a prompt's tokens;
+    None: equal ones, also where these are nearly as fast."""
+
+    def seconds(shares: Sequence[int]) -> float:
+        pairs = zip(shares, speeds, strict=True)
+        return max(share / speed for share, speed in pairs) / sum(shares)
+
+    parts = [speed / sum(speeds) for speed in speeds]
+    found = min((_rounded(parts, count) for count in range(1, _FEW + 1)), key=seconds)
+    if seconds([1] * len(speeds)) <= (1 + _LEAST_GAIN) * seconds(found):
+        return None
+    return as_shares("plan", "shares", found, len(speeds))

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Shares for machines that differ, by arithmetic."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from tree_attention.planning.arithmetic import FORMS, SPLIT, SPLIT_BY_HEADS, WHOLE, Split, Work
+from tree_attention.planning.machines import LINKS, Hosts, Machine
+from tree_attention.planning.models import NAMED
+from tree_attention.planning.unequal import Group, by_speed
+
+MODEL = NAMED["llama-3.1-8b"]
+
+
+def machine(gigabytes: float, memory: float = 512e9, tflops: float = 1000.0) -> Machine:
+    """A machine that reads so many GB/s."""
+    return Machine(f"host of {gigabytes}", gigabytes * 1e9, tflops * 1e12, memory, "10gbe")
+
+
+def group(*gigabytes, context=32, model=MODEL, form=SPLIT, size=1, memory=512e9) -> Group:
+    machines = tuple(machine(x, memory) for x in gigabytes)
+    return Group(model, form, machines, LINKS["10gbe"], Work(context << 10), size)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "context", "name", "weights", "alone", "even", "shares", "unequal", "left_out"),
+    [
+        ((60, 20), 32, "llama-3.1-8b", "bf16", 322, 538, (4, 1), 278, ()),
+        ((60, 20), 128, "llama-3.1-8b", "bf16", 536, 860, (7, 2), 439, ()),
+        ((60, 6), 32, "llama-3.1-8b", "bf16", 322, 1758, (1, 0), 337, (1,)),
+        ((60, 6), 128, "llama-3.1-8b", "int4", 364, 1869, (13, 1), 354, ()),
+        ((300, 60), 32, "llama-3.1-8b", "bf16", 64, 190, (9, 1), 74, (1,)),
+        ((300, 300, 60), 32, "llama-3.1-8b", "bf16", 64, 141, (1, 1, 0), 51, (2,)),
+        ((60, 20), 32, "llama-3.1-70b", "bf16", 2496, 4119, (4, 1), 2081, ()),
+        ((60, 60), 32, "llama-3.1-8b", "bf16", 322, 190, None, 190, ()),
+        ((60, 58), 32, "llama-3.1-8b", "bf16", 322, 196, None, 196, ()),  # within 5 %
+        ((20, 60), 32, "llama-3.1-8b", "bf16", 965, 538, (1, 4), 278, ()),
+    ],
+)
+def test_shares_of_hosts(
+    hosts, context, name, weights, alone, even, shares, unequal, left_out
+) -> None:
+    """By hand: (copies + share * (rest + cache)) / rate, and the exchanges of 10 GbE."""
+    model = NAMED[name]
+    model = replace(model, weights=model.weights.quantised(weights))
+    found = group(*hosts, context=context, model=model)
+    one = found.without(range(1, len(hosts)))
+    assert round(1e3 * one.seconds) == alone and one.best is None
+    assert round(1e3 * found.token_seconds(None)) == even
+    assert found.best == shares and round(1e3 * found.seconds) == unequal
+    assert found.unhelpful == left_out
+
+
+def test_whole_weights_make_a_slow_host_unhelpful() -> None:
+    found = group(60, 20, form=WHOLE)
+    assert found.token_seconds(None) > found.seconds > found.without([1]).seconds
+    assert found.unhelpful == (1,)
+    assert found.slowest(None) == found.slowest(found.best) == 1
+
+
+def test_a_tensor_group_has_equal_shares() -> None:
+    found = group(60, 60, 20, 60, size=2)
+    assert found.best is not None
+    a, b, c, d = found.best
+    assert a == b > c == d  # as slow as its slower rank
+    assert group(60, 20, size=2).best is None  # of one tensor group
+    assert group(60, 60, 6, 6, size=2).unhelpful == (2, 3)
+
+
+def test_memory_limits_shares() -> None:
+    # 15 GB of weights and 4 GB of keys; the slow host has room, and the fast one for half.
+    machines = machine(60, 12e9), machine(20, 64e9)
+    found = Group(MODEL, SPLIT, machines, LINKS["10gbe"], Work(32 << 10))
+    fast, slow = (found.split(found.best, rank).held_bytes for rank in range(2))
+    assert 0.9 * 12e9 > fast > 0.85 * 0.9 * 12e9 and fast + slow > 19e9
+    even = replace(found, machines=(machine(60, 12e9), machine(60, 64e9)))
+    assert even.best is not None and even.best[0] < even.best[1]
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        ((1e9, 1e9), r"rank 0 \(host of 60\) needs 1,\d{3},\d{3},\d{3} bytes whatever its share"),
+        ((64e9, 1e9), r"rank 1 \(host of 20\) needs .* whatever .* 90% of its memory are 900,"),
+        ((9e9, 9e9), r"rank \d \(.*\) needs [\d,]+ bytes with the shares that need least of all"),
+    ],
+)
+def test_too_little_memory_names_rank_and_bytes(memory, says) -> None:
+    machines = machine(60, memory[0]), machine(20, memory[1])
+    found = Group(MODEL, SPLIT, machines, LINKS["10gbe"], Work(32 << 10))
+    with pytest.raises(ValueError, match="the model fits under no shares: " + says):
+        found.best  # noqa: B018
+    one = found.without([1])
+    if memory[0] < 10e9:
+        with pytest.raises(ValueError, match="fits under no shares: rank 0"):
+            one.best  # noqa: B018
+
+
+@pytest.mark.parametrize(("form", "p"), list(product(FORMS, (2, 3, 4, 8))))
+def test_equal_shares_are_the_arithmetic_of_equal_machines(form, p) -> None:
+    even = Split(MODEL, form, p, Work(40_000))
+    hosts = Hosts(machine(60, tflops=1.0), LINKS["10gbe"])
+    for rank in range(p):
+        same = replace(even, shares=(3,) * p, rank=rank)
+        for value in ("weights_bytes", "cache_bytes", "token_bytes"):
+            assert getattr(same, value) == pytest.approx(getattr(even, value))
+        for seconds in ("token_seconds", "prefill_seconds"):
+            a, b = (getattr(x, seconds)(hosts) for x in (same, even))
+            assert (a.local, a.exchange) == pytest.approx((b.local, b.exchange))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_of_ranks_add_up(form) -> None:
+    """What is split is there once, whatever the shares are, and a rank without any has copies."""
+    split = Split(MODEL, form, 4, Work(40_000), size=2 if form == SPLIT_BY_HEADS else None)
+    size = split.tensor_parallel_size
+    shares = (3, 3, 0, 0) if size > 1 else (3, 2, 0, 1)
+    ranks = [replace(split, shares=shares, rank=rank) for rank in range(4)]
+    assert ranks[2].cache_bytes == 0
+    total = sum(rank.cache_bytes for rank in ranks)
+    assert total == pytest.approx(sum(4 * [split.cache_bytes]))
+    total = sum(rank.weights_bytes for rank in ranks)
+    assert total == pytest.approx(4 * split.weights_bytes)
+    assert (ranks[0].weights_bytes > ranks[2].weights_bytes) == split.has_split_weights
+
+
+def test_work_by_speed() -> None:
+    assert by_speed([3e12, 1e12]) == (3, 1)
+    assert by_speed([1e12, 1.04e12]) is None
+    assert by_speed([5e12]) is None
+    assert by_speed([1e13, 1e11]) in ((1, 0), (16, 0), (15, 1))
