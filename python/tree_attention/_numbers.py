@@ -97,6 +97,11 @@ def boolean(op: str, name: str, value: object) -> bool:
     return found
 
 
+def in_digits(value: float) -> str:
+    """The value with three digits, or from 100 on as a whole number."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def shown(value: object) -> str:
     """The text of a value that a caller gave, on one line and shortened."""
     try:

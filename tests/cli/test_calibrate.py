@@ -4,6 +4,7 @@
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,12 +18,13 @@ from tree_attention.__main__ import main
 from tree_attention.cli import calibrate
 from tree_attention.cli.world import World
 from tree_attention.exchange import Topology
-from tree_attention.exchange.auto.choose import CostTable, Measured, choose
+from tree_attention.exchange.auto.choose import CostTable, Measured, MeasuredHost, choose
 from tree_attention.exchange.calibration import BATCHES
 from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.exchange.transport.buffers import StateLayout
 
 CPU = torch.device("cpu")
+HOSTS = MeasuredHost("a", 6e10, 2e12, 64e9), MeasuredHost("b", 2e10, 1e12, 32e9)
 
 
 def calibrate_ranks(rank: int, world_size: int, out: str) -> str:
@@ -44,6 +46,10 @@ def test_calibration(tmp_path: Path) -> None:
     table = CostTable.load(out)
     assert (table.backend, table.nodes) == ("gloo", (0, 0, 1, 1))
     assert len(table.exchanges) == len(BATCHES) * len(canonical)
+    for rank, machine in enumerate(table.machines):
+        assert machine.read > 1e7 and machine.flop > 1e7 and machine.memory > 1e6
+        assert f"rank {rank} ({machine.host}): reads " in texts[0]
+    assert len(table.machines) == 4
     for batch in BATCHES:
         layout = StateLayout((batch, 32, 1), 128, torch.float32)
         times = {e.strategy: e.seconds for e in table.exchanges if e.num_bytes == layout.num_bytes}
@@ -60,15 +66,27 @@ def test_choice_of_auto_has_a_star() -> None:
     assert columns == [["butterfly", "two_phase"], ["2", "*1"], ["*3", "4"]]
 
 
+def test_unequal_hosts_are_named() -> None:
+    assert calibrate.of_hosts(HOSTS) == [
+        "rank 0 (a): reads 60 GB/s, 2 TFLOP/s, 64 GB free",
+        "rank 1 (b): reads 20 GB/s, 1 TFLOP/s, 32 GB free",
+        "rank 1 reads at 33% of the speed of rank 0: with equal parts the others wait for it; see "
+        "--shares of generate and plan",
+    ]
+    assert len(calibrate.of_hosts((HOSTS[0], replace(HOSTS[0], read=5.5e10)))) == 2
+
+
 def test_calibration_needs_no_matplotlib(tmp_path: Path) -> None:
     out = tmp_path / "costs.json"
     console = Console(file=io.StringIO(), width=120)
     table = CostTable("gloo", (0, 1), (Measured("all_gather", 1024, 0.25),))
     with (
         mock.patch.object(calibrate, "calibrate", lambda *_: table),
+        mock.patch.object(calibrate, "measure_all", lambda *_: (HOSTS, None)),
         mock.patch.object(calibrate.importlib.util, "find_spec", lambda name: None),
     ):
         calibrate.run(World(), CPU, 0.0, out, console)
+    table = replace(table, machines=HOSTS)
     assert CostTable.load(out) == table and not out.with_suffix(".png").exists()
     assert "no picture without matplotlib: pip install matplotlib" in console.file.getvalue()
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from tree_attention.__main__ import main
-from tree_attention.cli.plan import number
+from tree_attention._numbers import in_digits
 from tree_attention.exchange.auto.choose import CostTable, Measured
 from tree_attention.planning.arithmetic import ALL_FORMS
 
@@ -78,7 +78,7 @@ def test_plan_says_what_to_put_right(
 
 
 def test_numbers_are_short() -> None:
-    assert [number(x) for x in (12345.6, 99.94, 0.01234)] == ["12,346", "99.9", "0.0123"]
+    assert [in_digits(x) for x in (12345.6, 99.94, 0.01234)] == ["12,346", "99.9", "0.0123"]
 
 
 def test_choices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

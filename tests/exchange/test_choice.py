@@ -9,6 +9,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ from distributed import on_ranks, run_ranks
 from tiers import tiers
 from tree_attention import ExchangeError, strategies, tree_decode
 from tree_attention.exchange import Communicator, Topology, calibration
-from tree_attention.exchange.auto.choose import RULES, CostTable, Measured, choose
+from tree_attention.exchange.auto.choose import RULES, CostTable, Measured, MeasuredHost, choose
 from tree_attention.exchange.calibration import Clock
 from tree_attention.exchange.strategies import STRATEGIES, candidates
 from tree_attention.exchange.transport.buffers import StateLayout
@@ -174,12 +175,26 @@ def test_file_of_a_table(tmp_path: Path) -> None:
     assert CostTable.load(path) == table and CostTable.load(path).digest == table.digest
     content = json.loads(path.read_text())
     assert content["host"] == "here" and len(path.read_text().splitlines()) == 3
+    hosts = tuple(MeasuredHost("here", 6e10, 2e12, 64e9 / (i + 1)) for i in range(3))
+    replace(table, machines=hosts).save(path, {})
+    assert CostTable.load(path).machines == hosts and CostTable.load(path).digest != table.digest
+    path.write_text(json.dumps(content | {"format": 3}))  # of releases that measured no hosts
+    assert CostTable.load(path) == table
     row = {"strategy": "all_gather", "num_bytes": 1, "seconds": 1.0}
+    host = {"host": "here", "read": 6e10, "flop": 2e12, "memory": 64e9}
     for change, says in (
         ({"format": 2}, "it was written by another version"),
         ({"backend": None}, "backend must be a string, got None"),
         ({"nodes": None}, "nodes must be a list of integers, got None"),
         ({"nodes": [0, "1"]}, r"nodes must be a list of integers, got \[0, '1'\]"),
+        ({"machines": None}, "machines must be a list of none or 3, got None"),
+        ({"machines": [host]}, "machines must be a list of none or 3, got"),
+        ({"machines": [3, 3, 3]}, "machines must each have a host, and read, flop, memory of 1 to"),
+        *(
+            ({"machines": 3 * [host | {name: value}]}, "read, flop, memory of 1 to 1e.18, got")
+            for name in ("read", "flop", "memory", "host")
+            for value in (0.0, -1, math.inf, math.nan, None, True, 10**400)
+        ),
         ({"exchanges": None}, "exchanges must be a list, got None"),
         ({"exchanges": [3]}, "seconds of 1e-09 to 10,000,000, got 3"),
         ({"exchanges": [{"strategy": "all_gather"}]}, "must each have a strategy, num_bytes of"),

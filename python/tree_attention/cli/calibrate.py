@@ -5,7 +5,8 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .._loader import __version__
-from ..exchange import COSTS_VARIABLE, calibrate, get_communicator
+from .._numbers import in_digits
+from ..exchange import COSTS_VARIABLE, MeasuredHost, calibrate, get_communicator
+from ..planning.measuring import measure_all
 from .usage import (
     UsageError,
     argument_parser,
@@ -27,11 +30,15 @@ from .usage import (
 )
 from .world import World, add_timeout, choose_device, joined_world
 
+# Hosts are said to be unequal from this ratio of their speeds on.
+_UNEQUAL = 1.15
+
 
 def main(arguments: list[str]) -> int:
     parser = argument_parser(
         "calibrate",
-        "Times whole exchanges of every strategy between the ranks of torchrun and writes a table. "
+        "Times whole exchanges of every strategy between the ranks of torchrun, measures how fast "
+        "each host reads memory, and writes a table. "
         "Strategy 'auto' takes the fastest by that table in jobs of the same ranks and nodes, if "
         f"every rank has {COSTS_VARIABLE}=FILE in its environment.",
         "run -n 2 -m tree_attention calibrate --out costs.json",
@@ -86,6 +93,8 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
         costs = calibrate(
             comm, device, seconds, lambda n, total: bar.update(task, completed=n, total=total)
         )
+        hosts, _ = measure_all("calibrate", comm, device, comm.timeout)
+        costs = replace(costs, machines=hosts)
     if world.root:
         remarks = {
             "tree_attention": __version__,
@@ -100,6 +109,7 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
         for row in costs.exchanges:
             times.setdefault(row.strategy, {})[row.num_bytes] = row.seconds
         console.print(table(times), soft_wrap=False)
+        console.print(*map(printable, of_hosts(costs.machines)), sep="\n")
         console.print(f"wrote {printable(out)}; to use it:")
         console.print(f"export {COSTS_VARIABLE}={shell_word(out.resolve())}")
         if importlib.util.find_spec("matplotlib") is None:
@@ -109,6 +119,23 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
             with writing("the picture of --out", picture):
                 draw(times, picture)
             console.print(f"drew {printable(picture)}")
+
+
+def of_hosts(hosts: Sequence[MeasuredHost]) -> list[str]:
+    """Lines with the speed of each rank's host, and with what to do where they differ."""
+    lines = [
+        f"rank {rank} ({host.host}): reads {in_digits(host.read / 1e9)} GB/s, "
+        f"{in_digits(host.flop / 1e12)} TFLOP/s, {in_digits(host.memory / 1e9)} GB free"
+        for rank, host in enumerate(hosts)
+    ]
+    rates = [host.read for host in hosts]
+    if max(rates) > _UNEQUAL * min(rates):
+        slowest, fastest = rates.index(min(rates)), rates.index(max(rates))
+        lines.append(
+            f"rank {slowest} reads at {rates[slowest] / rates[fastest]:.0%} of the speed of rank "
+            f"{fastest}: with equal parts the others wait for it; see --shares of generate and plan"
+        )
+    return lines
 
 
 Times = Mapping[str, Mapping[int, float]]  # seconds by strategy and bytes of a state

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from .._numbers import in_digits
 from ..planning.arithmetic import ALL_FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
 from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, fitted_link, link_of
 from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
@@ -158,10 +159,11 @@ def sources(plan: Plan) -> list[str]:
         caches.append(f"{num_bytes:,} bytes {tokens} in {_count(x.layers, 'layer')}")
     if model.states_bytes:
         caches.append(f"{model.states_bytes / 1e6:,.3g} MB for states of any context")
+    size = in_digits(weights.num_bytes / 1e9)
     return [
         f"{model.name}, cache in {model.kv_dtype}, {several}{_count(work.context, 'token')}, "
         f"{_count(plan.ranks, 'rank')}",
-        f"Model: {weights.total / 1e9:,.3g} billion weights in {number(weights.num_bytes / 1e9)} GB"
+        f"Model: {weights.total / 1e9:,.3g} billion weights in {size} GB"
         f"{experts if weights.experts else ''}.",
         f"Cache: {'; '.join(caches)}.",
         f"Rank: {machine.memory / 1e9:,.0f} GB at {machine.memory_bandwidth / 1e9:,.0f} GB/s, "
@@ -183,14 +185,10 @@ def cells(plan: Plan, form: str) -> list[str]:
         return [form, *"---", refusal, *"---"]
     longest = plan.longest(form)
     fits = f"{longest >> 10:,}k{'+' * (longest == MAX_CONTEXT)}" if longest else "none"
-    sizes = [number(size / 1e9) for size in (split.weights_bytes, split.cache_bytes)]
+    sizes = [in_digits(size / 1e9) for size in (split.weights_bytes, split.cache_bytes)]
     if refusal:
         return [form, *sizes, fits, refusal, *"---"]
     token, prefill = split.token_seconds(plan.hosts), split.prefill_seconds(plan.hosts)
     of_token, of_prefill = (f"{x.exchange / x.total:.0%}" for x in (token, prefill))
-    times = [number(1e3 * token.total), of_token, number(prefill.total), of_prefill]
+    times = [in_digits(1e3 * token.total), of_token, in_digits(prefill.total), of_prefill]
     return [form, *sizes, fits, *times]
-
-
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -15,7 +15,7 @@ From the public function down to the sockets; a module imports only what stands 
 Other packages import from this module only.
 """
 
-from .auto.choose import COSTS_VARIABLE, CostTable, measured_costs
+from .auto.choose import COSTS_VARIABLE, CostTable, MeasuredHost, measured_costs
 from .calibration import calibrate
 from .communicator import DEFAULT_TIMEOUT, Call, Communicator, get_communicator, on_every_rank
 from .compile import collective
@@ -54,6 +54,7 @@ __all__ = [
     "ExchangeError",
     "ExchangeOptions",
     "Link",
+    "MeasuredHost",
     "MergeOptions",
     "Note",
     "Round",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -77,8 +78,13 @@ def fitted_link(costs: CostTable, name: str) -> Link:
             f"{name} must have two ranks and two sizes of all_gather or more, got {others + 1} and "
             f"{len(seconds)}; write a new one with `python -m tree_attention calibrate`"
         )
+    source = f"fitted to {name}, measured over {costs.backend} on {others + 1} ranks"
+    return link_of_times(seconds, others, source)
+
+
+def link_of_times(seconds: Mapping[int, float], others: int, source: str) -> Link:
+    """Return the link on which an all_gather with so many others takes these times, by bytes."""
     least, most = min(seconds), max(seconds)
     # Where noise has made the larger one no slower, as if the bytes were all that it takes.
     each = max(seconds[most] - seconds[least], 1e-3 * seconds[most]) / (most - least)
-    source = f"fitted to {name}, measured over {costs.backend} on {others + 1} ranks"
     return Link(others / each, max(0.0, seconds[least] - each * least), source)

@@ -25,8 +25,10 @@ from ..transport.topology import Topology
 
 # Names a file that `python -m tree_attention calibrate` wrote.
 COSTS_VARIABLE = "TREE_ATTENTION_COSTS"
-_FORMAT = 3
+_FORMAT = 4
+_READ_FORMATS = (3, 4)  # 3 has no machines
 _MIN_SECONDS = 1e-9  # of an exchange: sizes and times are divided by each other
+_RATES, _MAX_RATE = ("read", "flop", "memory"), 1e18
 
 # Where the ranks of a group are, as far as it matters to a choice: all on one node; on nodes whose
 # ranks may merge first (`Topology.subtree_size`); or on nodes of one or of an odd number of ranks.
@@ -93,12 +95,24 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class MeasuredHost:
+    """What one rank's host can do, measured while all ranks were at it."""
+
+    host: str  # its name
+    read: float  # bytes of keys and values a second, by `lean_decode`
+    flop: float  # operations a second, of a product in bfloat16
+    memory: float  # bytes that were free, for each rank of the host
+
+
+@dataclass(frozen=True)
 class CostTable:
-    """Measured exchanges of one group of ranks: its backend, and the node of each rank."""
+    """Measured exchanges of one group of ranks: its backend, and the node of each rank; and the
+    machines by rank, where `calibrate` measured them."""
 
     backend: str
     nodes: tuple[int, ...]
     exchanges: tuple[Measured, ...]
+    machines: tuple[MeasuredHost, ...] = ()
 
     def covers(self, backend: str, topology: Topology) -> bool:
         return (backend, topology.nodes) == (self.backend, self.nodes)
@@ -130,8 +144,12 @@ class CostTable:
     def save(self, path: str | Path, remarks: Mapping[str, object]) -> None:
         """`remarks` say where the table comes from."""
         head = {"format": _FORMAT, "backend": self.backend, "nodes": self.nodes, **remarks}
-        rows = ",\n".join(f"  {json.dumps(asdict(exchange))}" for exchange in self.exchanges)
-        text = json.dumps(head)[:-1] + f', "exchanges": [\n{rows}\n]}}\n'
+        lists = ("machines", self.machines), ("exchanges", self.exchanges)
+        text = json.dumps(head)[:-1]
+        for name, entries in lists[not self.machines :]:
+            rows = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in entries)
+            text += f', "{name}": [\n{rows}\n]'
+        text += "}\n"
         replace_file(path, text)
 
     @staticmethod
@@ -151,13 +169,18 @@ class CostTable:
             Measured(row["strategy"], row["num_bytes"], float(row["seconds"]))
             for row in content["exchanges"]
         )
-        return CostTable(content["backend"], tuple(content["nodes"]), tuple(exchanges))
+        machines = (
+            MeasuredHost(row["host"], *(float(row[name]) for name in _RATES))
+            for row in content.get("machines", [])
+        )
+        nodes = tuple(content["nodes"])
+        return CostTable(content["backend"], nodes, tuple(exchanges), tuple(machines))
 
 
 def _flaw(content: dict[str, Any]) -> str:
     """Why this is no table that `CostTable.save` wrote, or nothing."""
     backend, nodes, rows = (content.get(name) for name in ("backend", "nodes", "exchanges"))
-    if content.get("format") != _FORMAT:
+    if content.get("format") not in _READ_FORMATS:
         return "it was written by another version"
     if not isinstance(backend, str):
         return f"backend must be a string, got {reprlib.repr(backend)}"
@@ -177,6 +200,20 @@ def _flaw(content: dict[str, Any]) -> str:
             return (
                 "exchanges must each have a strategy, num_bytes of 1 to 2^63 and seconds of "
                 f"{_MIN_SECONDS:g} to {MAX_SECONDS:,}, got {reprlib.repr(row)}"
+            )
+    machines = content.get("machines", [])
+    if not isinstance(machines, list) or len(machines) not in (0, len(nodes)):
+        return f"machines must be a list of none or {len(nodes)}, got {reprlib.repr(machines)}"
+    for row in machines:
+        if not (
+            isinstance(row, dict)
+            and isinstance(row.get("host"), str)
+            and all(type(row.get(name)) in (int, float) for name in _RATES)
+            and all(1 <= row[name] <= _MAX_RATE for name in _RATES)
+        ):
+            return (
+                f"machines must each have a host, and {', '.join(_RATES)} of 1 to {_MAX_RATE:g}, "
+                f"got {reprlib.repr(row)}"
             )
     return ""
 
