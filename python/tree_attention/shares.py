@@ -8,16 +8,21 @@ for equal ones. A rank with a share of 0 gets nothing, and takes part in every e
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ._numbers import as_integers, shown
 
 Shares = tuple[int, ...] | None
 # As callers give them.
-GivenShares = Sequence[int] | Mapping[str, Sequence[int] | None] | None
+GivenShares = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int] | None] | None
+AUTO = "auto"  # which measures the hosts
 
 # A cycle of the cache's slots has `sum(shares)` blocks, and only whole cycles are as shares say.
 MAX_SHARE = 1024
+
+
+def is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == AUTO
 
 
 def as_shares(op: str, name: str, value: object, world_size: int) -> Shares:
@@ -81,6 +86,11 @@ class ModelShares(NamedTuple):
             TypeError, ValueError: as in `as_shares`; there is no such name; or ranks of a tensor
                 group, which split heads evenly, have unequal shares.
         """
+        if isinstance(value, str):
+            raise TypeError(
+                f"{op}: shares must be {AUTO!r}, or an integer for each of {world_size} ranks, got "
+                f"{shown(value)}"
+            )
         lists = value if isinstance(value, Mapping) else dict.fromkeys(ModelShares._fields, value)
         found: dict[str, Shares] = {}
         for name, given in lists.items():

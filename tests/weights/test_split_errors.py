@@ -68,7 +68,11 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
                 partial(hf.from_pretrained, path),
                 partial(hf.enable, model),
             )
-            for error, y in ((ValueError, [1, 2]), (ValueError, [0, 0, 0]), (TypeError, "3,1,1"))
+            for error, y in (
+                (ValueError, [1, 2]),
+                (ValueError, [0, 0, 0]),
+                (TypeError, [3.0, 1, 1]),
+            )
         ),
         *(
             (

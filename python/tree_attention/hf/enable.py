@@ -15,9 +15,10 @@ from typing_extensions import Unpack
 from .._numbers import integer, shown
 from ..exchange import Communicator, check_options, get_communicator
 from ..sharding import BlockCyclic, ShardLayout
-from ..shares import GivenShares, ModelShares, Shares
+from ..shares import GivenShares, ModelShares, Shares, is_auto
 from ..weights.mesh import Mesh
 from ..weights.whole import check_model
+from .auto_shares import auto_for_enabled
 from .cache.shard import Shard
 from .cache.tree_cache import TreeCache
 from .check_attention import check_attention
@@ -56,7 +57,8 @@ def enable(
         shares: for ranks of unequal speed or memory, one integer from 0 to 1,024 for each: how much
             of the cache, and of prompts that are split, it gets. [3, 1] gives the first of two
             three quarters. A mapping has lists for "cache" and "prompt" apart, of which one that is
-            left out is split evenly. None: those of the weights, if the model was split with some,
+            left out is split evenly. "auto" measures the hosts, as `parallelize` does, and is
+            then given on every rank. None: those of the weights, if the model was split with some,
             or else those of `layout`, or equal ones. Not with `layout`. Shares of the cache alone
             do not help a model with replicated weights, as every rank reads all of these for each
             token: load it with `from_pretrained`.
@@ -146,6 +148,9 @@ def check_enable(
         _check_split(group, mesh, options["strategy"])
         comm, logits_comm, group = mesh.sums, mesh.calls, mesh.context_group
     place = get_communicator(group)  # which every call then uses, whatever becomes of the world
+    if is_auto(shares):
+        refuse_both("enable", shares, layout)
+        shares = _measured_shares(model, mesh, place, options)
     layout, prompt_shares = _by_shares(layout, shares, place.world_size, mesh, options)
     new_cache = functools.partial(TreeCache, model.config, place, layout, **options)
     cache = new_cache()  # refuses now what every call of generate would refuse
@@ -195,6 +200,19 @@ def refuse_both(op: str, shares: object, layout: object) -> None:
             f"{op}: shares and layout both say which rank keeps a token, got {shown(shares)} and "
             f"{layout}; give one of them, such as BlockCyclic(world_size, block, shares)"
         )
+
+
+def _measured_shares(
+    model: PreTrainedModel, mesh: Mesh | None, comm: Communicator, options: CacheOptions
+) -> Mapping[str, Shares]:
+    if mesh is not None:
+        raise ValueError(
+            "enable: shares='auto' is for models with replicated weights; give it to the function "
+            "that splits the weights, from_pretrained or parallelize, and none here"
+        )
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    found = auto_for_enabled("enable", comm, model.config, model.dtype, model.device, held, options)
+    return {"cache": found.cache, "prompt": found.prompt}
 
 
 def _by_shares(

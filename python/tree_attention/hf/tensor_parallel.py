@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Models whose weights are split over ranks, from a checkpoint or from memory."""
 
+import functools
 import inspect
+from collections.abc import Callable
 from os import PathLike
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,15 +15,17 @@ from typing_extensions import Unpack
 from .._numbers import shown
 from ..exchange import DEFAULT_TIMEOUT, Signature, check_timeout, on_every_rank
 from ..options import LOADING, check_option_names, lists_options
-from ..shares import GivenShares
+from ..planning.models import Model
+from ..shares import GivenShares, is_auto
 from ..weights.checkpoint.files import Source
 from ..weights.digests import digest_parameters
 from ..weights.experts import choose_experts
-from ..weights.load import DIGEST, check_weights, device_of, dtype_of, load
+from ..weights.load import DIGEST, check_weights, device_of, dtype_of, load, read_config
 from ..weights.mesh import Mesh
 from ..weights.plan import WeightPlan, plan
 from ..weights.split import attach, split
 from ..weights.whole import check_model
+from .auto_shares import choose, measured_group, shape_in
 from .enable import check_enable, disable, enable, refuse_both
 from .options import EnableOptions
 from .patch import is_enabled
@@ -102,6 +106,17 @@ def from_pretrained(
     check_option_names("from_pretrained", enable_options, names, LOADING)
     refuse_both("from_pretrained", shares, enable_options.get("layout"))
     mesh = Mesh(group, tensor_parallel_size, timeout, "from_pretrained", shares)
+    if is_auto(shares):
+
+        def shape() -> Model:
+            config, checkpoint = read_config(Source.of(path, token, revision))
+            stored: Any = config.dtype or checkpoint.dtype
+            check_weights(weights, device_of(device))
+            kv_dtype = enable_options.get("kv_dtype")
+            return shape_in(config, dtype_of(dtype) or stored, weights, kv_dtype)
+
+        place, context = device_of(device), enable_options.get("max_length")
+        _measure(mesh, shape, place, timeout, context)
 
     def load_parts() -> tuple[Signature, PreTrainedModel]:
         if attn_implementation != "tree_attention":
@@ -151,9 +166,12 @@ def parallelize(
             the group, equal in each tensor group: how much it gets of the weights that all ranks
             split, and with `enable` of the cache. [3, 1] gives the first of two ranks three
             quarters. A mapping has lists for "weights" and "cache" apart, of which one that is left
-            out is split evenly. A rank with 0 runs, and holds what every rank has whole. Sums have
-            other parts then, so that logits depend on the shares in their last bits, the same on
-            all ranks. None: equal ones.
+            out is split evenly. "auto" measures on every rank for 0.3 s how fast it reads and
+            multiplies, or takes what `tree_attention calibrate` measured, and gives each the share
+            with which a token takes the least time, as far as memory goes; equal ones, if that is
+            within 5 %. A rank with 0 runs, and holds what every rank has whole. Sums have other
+            parts then, so that logits depend on the shares in their last bits, the same on all
+            ranks. None: equal ones.
 
     Returns:
         `model` itself, in eval mode, its attention `"tree_attention"`.
@@ -179,6 +197,10 @@ def parallelize(
     if check_model("parallelize", model) is not None:
         raise ValueError(f"parallelize: this {type(model).__name__} is split already")
     mesh = Mesh(group, tensor_parallel_size, shares=shares)
+    if is_auto(shares):
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        shape = functools.partial(shape_in, model.config, model.dtype)
+        _measure(mesh, shape, model.device, mesh.timeout, held=held)
 
     def examine() -> tuple[Signature, tuple[WeightPlan | None, str]]:
         digest = digest_parameters(model)
@@ -194,3 +216,26 @@ def parallelize(
     choose_experts(model)
     attach(model.eval(), mesh, made, digest)
     return model
+
+
+def _measure(
+    mesh: Mesh,
+    shape: Callable[[], Model],
+    device: torch.device,
+    timeout: float,
+    max_length: int | None = None,
+    held: int = 0,
+) -> None:
+    """Collective: gives a mesh the shares that fit the speed of its ranks."""
+    if mesh.world_size > 1:
+        group, hosts = measured_group(
+            mesh.op,
+            mesh.calls,
+            shape,
+            timeout=timeout,
+            device=device,
+            tensor_parallel_size=mesh.tensor_parallel_size,
+            max_length=max_length,
+            held=held,
+        )
+        mesh.take(choose(mesh.op, mesh.calls, group, hosts))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 BF16, FP32 = 2, 4  # bytes of a weight, an activation, a key; of a partial state
 # Bytes of an element of a key or value, and bytes of the scale of each token and head.
 KV_DTYPES = {"bf16": (BF16, 0), "int8": (1, FP32), "fp8": (1, FP32)}
+# A cache of models in float32 is in that dtype too.
+_KV_BYTES = {**KV_DTYPES, "float32": (FP32, 0)}
 # Bytes of a weight in linear layers and experts; of int4, with a scale for 128 of them.
 WEIGHT_DTYPES = {"bf16": BF16, "int8": 1, "int4": 0.5 + BF16 / 128}
 
@@ -39,7 +41,7 @@ class Attention:
 
     def token_bytes(self, kv_dtype: str) -> int:
         """Bytes that a layer keeps of a token."""
-        itemsize, scale = KV_DTYPES[kv_dtype]
+        itemsize, scale = _KV_BYTES[kv_dtype]
         columns = sum(self.latent or (self.kv_heads * self.key, self.kv_heads * self.value))
         return columns * itemsize + 2 * self.kv_heads * scale
 

@@ -86,16 +86,7 @@ def load(
 ) -> tuple[Signature, PreTrainedModel]:
     """The signature of the whole weights of a checkpoint, and the model with this rank's parts;
     `check` is called with the whole model on the meta device, before weights are read."""
-    file = find_file(source, "config.json", required=True)
-    if file is None:
-        raise OSError(f"from_pretrained: {source} has no config.json{others(source)}")
-    check_config_file(file, "from_pretrained: the configuration")
-    config = AutoConfig.from_pretrained(source.path, trust_remote_code=False, **source.of_hub)
-    _check_text(source, config)
-    checkpoint = Checkpoint(source, config.to_dict().get("quantization_config") or {})
-    config = _text_config(config, checkpoint)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # of the model that is made no weight is quantised
+    config, checkpoint = read_config(source)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
@@ -133,6 +124,21 @@ def load(
     model = model.to(device).eval()
     attach(model, mesh, made if is_split else None, digest, is_quantised=weights is not None)
     return ((DIGEST, digest),), model
+
+
+def read_config(source: Source) -> tuple[PreTrainedConfig, Checkpoint]:
+    """The configuration of the model of text in a checkpoint, and the checkpoint's files."""
+    file = find_file(source, "config.json", required=True)
+    if file is None:
+        raise OSError(f"from_pretrained: {source} has no config.json{others(source)}")
+    check_config_file(file, "from_pretrained: the configuration")
+    config = AutoConfig.from_pretrained(source.path, trust_remote_code=False, **source.of_hub)
+    _check_text(source, config)
+    checkpoint = Checkpoint(source, config.to_dict().get("quantization_config") or {})
+    config = _text_config(config, checkpoint)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the model that is made no weight is quantised
+    return config, checkpoint
 
 
 def _check_text(source: Source, config: PreTrainedConfig) -> None:

@@ -17,7 +17,7 @@ from ..exchange import (
     resolve_group,
     sentence,
 )
-from ..shares import ModelShares, as_shares, parts
+from ..shares import AUTO, ModelShares, as_shares, is_auto, parts
 from .parts import Range
 
 # A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned; by
@@ -63,27 +63,31 @@ class Mesh:
                 f"{op}: tensor_parallel_size must divide the group's world size {self.world_size}, "
                 f"got {size}"
             )
-        self.shares = ModelShares.of(op, shares, self.world_size, size)
         self.context_size = self.world_size // size
-        # Shares of the ranks of a context group in weights; those of a tensor group are equal.
-        weights = self.shares.weights
-        by_context = None if weights is None else weights[::size]
-        self._head_shares = as_shares(op, "shares", by_context, self.context_size)
-        self._parts_of_heads: dict[int, list[Range]] = {}  # which every layer asks for
+        measures = is_auto(shares)  # and the caller then takes what it finds
+        self.take(ModelShares() if measures else ModelShares.of(op, shares, self.world_size, size))
         self.tensor_rank, self.context_rank = self.rank % size, self.rank // size
         self.tensor_group: ProcessGroup | None = None
         self.context_group: ProcessGroup | None = None
         # A communicator compares ranks whenever the kind of call changes, so each kind has its own.
         self.sums, self.logits = self.calls, self.calls
         if self.group is not None:
-            fields = ("tensor_parallel_size", size), ("shares", tuple(self.shares))
-            self.calls.agree(fields, timeout, op)
+            given = AUTO if measures else tuple(self.shares)
+            self.calls.agree((("tensor_parallel_size", size), ("shares", given)), timeout, op)
             ranks, first = dist.get_process_group_ranks(self.group), self.rank - self.tensor_rank
             self.tensor_group = self._sub_group(self.group, ranks[first : first + size])
             self.context_group = self._sub_group(self.group, ranks[self.tensor_rank :: size])
             if size > 1:
                 _columns[self.context_group] = self.column
             self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
+
+    def take(self, shares: ModelShares) -> None:
+        """Goes by these shares, before anything is split."""
+        self.shares, size = shares, self.tensor_parallel_size
+        # Shares of the ranks of a context group in weights; those of a tensor group are equal.
+        by_context = None if shares.weights is None else shares.weights[::size]
+        self._head_shares = as_shares(self.op, "shares", by_context, self.context_size)
+        self._parts_of_heads: dict[int, list[Range]] = {}  # which every layer asks for
 
     @property
     def column(self) -> tuple[int, int]:

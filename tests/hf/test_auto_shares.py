@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""shares="auto": what ranks measure, and what they take and say by it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distributed import on_ranks, run_ranks
+
+pytest.importorskip("transformers")
+
+from hf_models import make_model, make_prompts
+from tree_attention import BlockCyclic, ExchangeError, hf
+from tree_attention._environment import VariableError
+from tree_attention.exchange import CostTable, MeasuredHost, get_communicator
+from tree_attention.exchange.auto.choose import Measured
+from tree_attention.hf import auto_shares
+from tree_attention.planning import measuring
+from tree_attention.planning.machines import Link
+
+GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+CPU = torch.device("cpu")
+LINK = Link(1e12, 1e-9, "free")
+
+
+def hosts(*gigabytes: float, memory: float = 64e9) -> tuple[MeasuredHost, ...]:
+    return tuple(MeasuredHost(f"h{x:g}", x * 1e9, x * 1e11, memory) for x in gigabytes)
+
+
+def measured(*gigabytes: float, memory: float = 64e9, link: Link = LINK):
+    found = hosts(*gigabytes, memory=memory), link
+    return mock.patch.object(auto_shares, "measure_all", lambda *_: found)
+
+
+class Said(logging.Handler):
+    """The lines of the library's logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+
+    def __enter__(self) -> Said:
+        logger = logging.getLogger("tree_attention")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("tree_attention").removeHandler(self)
+
+
+def load_by_speed(rank: int, world_size: int, path: Path, tokens: torch.Tensor) -> list[object]:
+    found: list[object] = []
+    for rates in ((60, 20, 20), (20, 60, 60), (60, 60, 60), (60, 59, 58)):
+        for load in (
+            partial(hf.from_pretrained, path),
+            lambda **given: hf.enable(hf.parallelize(make_model("llama"), **given)),
+        ):
+            with measured(*rates):
+                model = load(shares="auto")
+            shares = hf.mesh(model).shares
+            assert shares.weights == shares.cache == shares.prompt
+            assert torch.equal(model.generate(**make_prompts(), **GREEDY), tokens)
+            found.append(shares)
+    with measured(60, 20, 20), Said() as said:
+        # A short cache, so that a token is the time to read the weights.
+        model = hf.enable(make_model("llama"), shares="auto", prefill="split", max_length=90)
+    assert torch.equal(model.generate(**make_prompts(), **GREEDY), tokens)
+    assert len(said.lines) == (2 if rank == 0 else 0), said.lines
+    if rank == 0:
+        (level, line), (warning, sentence) = said.lines
+        assert level == "INFO" and warning == "WARNING"
+        start = "enable: hosts read, in GB/s: rank 0 (h60) 60, rank 1 (h20) 20, rank 2 (h20) 20; eq"
+        assert line.startswith(start) and line.endswith(" ms with them")
+        start = "enable: rank 1 (h20), rank 2 (h20) read 20, 20 GB/s and rank 0 60: a token takes"
+        assert sentence.startswith(start)
+        assert sentence.endswith("split the weights with from_pretrained, or start without them")
+    return found
+
+
+def test_ranks_take_shares_by_speed(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    tokens = model.generate(**make_prompts(), **GREEDY)
+    first, *others = run_ranks(load_by_speed, 3, tmp_path, tokens)
+    assert all(other == first for other in others)
+    fast, _, slow, _, *equal = (shares.weights for shares in first)
+    assert fast[0] > fast[1] == fast[2] > 0 and slow[0] < slow[1] == slow[2]
+    assert equal == [None] * 4
+
+
+@on_ranks(2)
+def test_a_slow_rank_is_named_with_both_times(rank: int, world_size: int) -> None:
+    link = Link(1e12, 1e-3, "slow")
+    with measured(60, 6, link=link), Said() as said:
+        hf.parallelize(make_model("llama"), shares="auto")
+    warnings = [line for level, line in said.lines if level == "WARNING" and "GB/s" in line]
+    assert len(warnings) == (rank == 0)
+    for line in warnings:
+        assert line.startswith(
+            "parallelize: rank 1 (h6) reads 6 GB/s and rank 0 60: a token takes about "
+        )
+        assert line.endswith("without; start without it, or keep it for 64 GB of memory")
+
+
+@on_ranks(4)
+def test_tensor_groups_share_alike(rank: int, world_size: int) -> None:
+    with measured(60, 60, 60, 20):
+        model = hf.parallelize(make_model("llama"), shares="auto", tensor_parallel_size=2)
+    a, b, c, d = hf.mesh(model).shares.weights
+    assert a == b > c == d
+    assert hf.mesh(model).shares.cache == (a, c)
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int, world_size: int) -> None:
+    model = make_model("llama")
+    with pytest.raises(ValueError, match=r"enable: shares and layout both say .* got 'auto' and"):
+        hf.enable(model, shares="auto", layout=BlockCyclic(2))
+    with measured(60, 20, memory=1e3):
+        says = r"parallelize: shares='auto': the model fits under no shares: rank \d \(h\d0\) needs"
+        with pytest.raises(ValueError, match=says + r" [\d,]+ bytes .* its memory are [\d,]+"):
+            hf.parallelize(make_model("llama"), shares="auto")
+    with pytest.raises(ExchangeError, match=r"shares is \(\(3, 1\), .* on rank 1, auto on rank 0"):
+        hf.parallelize(make_model("llama"), shares="auto" if rank == 0 else [3, 1])
+    split = hf.parallelize(model)
+    with pytest.raises(ValueError, match="enable: shares='auto' is for models with replicated"):
+        hf.enable(split, shares="auto")
+
+
+@on_ranks(2)
+def test_measured_hosts_are_the_same_on_all_ranks(rank: int, world_size: int) -> None:
+    comm = get_communicator()
+    found, link = measuring.measure_all("measure", comm, CPU, 60.0)
+    assert all(x.read > 1e7 and x.flop > 1e7 and x.memory > 1e6 and x.host for x in found)
+    assert link.bandwidth > 1e5 and 0 <= link.round_seconds < 10
+    everywhere: list[object] = [None] * world_size
+    dist.all_gather_object(everywhere, (found, link))
+    assert everywhere == [(found, link)] * world_size
+
+
+@on_ranks(2)
+def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Path) -> None:
+    path = tmp_path / f"{rank}.json"
+    rows = tuple(Measured("all_gather", size, size / 1e9) for size in (1 << 14, 1 << 20))
+    with mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": str(path)}):
+        CostTable("gloo", (0, 0), rows, hosts(60, 20)).save(path, {})
+        comm = get_communicator(dist.new_group())
+        found, _ = measuring.measure_all("measure", comm, CPU, 60.0)
+        assert found == hosts(60, 20)
+        path.write_text("{}")
+        damaged = dist.new_group()
+        with pytest.raises((VariableError, ExchangeError), match=r"table of exchange costs|rank"):
+            measuring.measure_all("measure", get_communicator(damaged), CPU, 5.0)
+
+
+def test_one_process_measures_nothing() -> None:
+    with mock.patch.object(auto_shares, "measure_all", side_effect=AssertionError):
+        model = hf.enable(hf.parallelize(make_model("llama"), shares="auto"))
+        assert hf.mesh(model).shares == (None, None, None)
+        hf.enable(make_model("llama"), shares="auto")
