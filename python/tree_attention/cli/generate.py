@@ -21,6 +21,7 @@ from .._json import read_json_object, replace_file
 from ..planning.models import WEIGHT_DTYPES
 from .rank import is_launched
 from .run import check_ranks, launch
+from .shares import given_shares, taking_part
 from .usage import (
     A_CHECKPOINT,
     UsageError,
@@ -35,6 +36,7 @@ from .usage import (
 if TYPE_CHECKING:
     import torch
 
+    from .shares import Part
     from .world import World
 
 # Options that also take "auto", which is the default.
@@ -81,7 +83,9 @@ def main(arguments: list[str]) -> int:
     device = choose_device(parsed.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     with joined_world(backend, timeout=parsed.timeout) as world:
-        return run(parsed, world, device)
+        check_world(parsed, world)
+        with taking_part(parsed, world, device) as part:
+            return 0 if part is None else run(parsed, part, device)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -171,6 +175,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "the rest; it must divide the number of processes (default: 1).",
     )
     parser.add_argument(
+        "--shares",
+        default="even",
+        metavar="even|auto|A,B,...",
+        help="How much of the weights and of the cache each process gets: the same (even), an "
+        "integer for each process, such as 3,1, or by the speed of their hosts, which auto "
+        "measures; it leaves out processes without which a token takes less time (default: even).",
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         default=30.0,
@@ -227,6 +239,8 @@ def check(arguments: argparse.Namespace) -> None:
             f"--weight-dtype {arguments.weight_dtype} quantises weights that are split: leave "
             "--prefill split out"
         )
+    if arguments.shares != "auto":
+        given_shares(arguments.shares)
     check_sampling(arguments)
     check_ranks("--ranks", arguments.ranks)
     if arguments.ranks > 1 and "RANK" in os.environ and not is_launched():
@@ -283,9 +297,9 @@ def keep_freed_memory() -> None:
         library.mallopt(-1, large)  # M_TRIM_THRESHOLD
 
 
-def run(arguments: argparse.Namespace, world: World, device: torch.device) -> int:
-    from ..exchange import ExchangeError, strategies
-    from .checkpoint import load_tokenizer, make_greedy
+def check_world(arguments: argparse.Namespace, world: World) -> None:
+    """Raises UsageError for options that do not go with the number of processes."""
+    from ..exchange import strategies
 
     if arguments.attention == "sdpa" and world.size > 1:
         raise UsageError("--attention sdpa runs in one process: start it without torchrun")
@@ -294,15 +308,24 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
         raise UsageError(f"--tensor-parallel-size {divides}, got {arguments.tensor_parallel_size}")
     if arguments.strategy not in (able := ("auto", *strategies())):
         raise UsageError(f"--strategy must be one of {', '.join(able)}, got {arguments.strategy!r}")
+
+
+def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
+    from ..exchange import ExchangeError
+    from .checkpoint import load_tokenizer, make_greedy
+
+    world = part.world
     tokenizer = load_tokenizer(arguments.model)
     text = in_template(tokenizer, arguments) if arguments.chat else arguments.text
-    model = load_model(arguments, world, device)
+    model = load_model(arguments, part, device)
     unused = make_greedy(model, arguments.model)
     if unused and world.root:
         report("generate", f"of generation_config.json, {', '.join(unused)} count for nothing")
     from transformers import DynamicCache
 
     from .. import hf
+    from ..sharding import BlockCyclic
+    from ..shares import ModelShares
     from ..weights.split import mesh_of
     from . import generation
 
@@ -321,9 +344,14 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
         cache: Any = DynamicCache(config=model.config)
     else:
         mesh = mesh_of(model)
+        found = ModelShares.of("--shares", part.shares, world.size) if mesh is None else mesh.shares
+        layout = None
+        if found.cache is not None:
+            layout = BlockCyclic(len(found.cache), shares=found.cache)
         cache = hf.TreeCache(
             model.config,
-            None if mesh is None else mesh.context_group,
+            part.group if mesh is None else mesh.context_group,
+            layout,
             kv_dtype=None if arguments.kv_dtype == "auto" else arguments.kv_dtype,
             strategy=arguments.strategy,
             timeout=arguments.timeout,
@@ -332,7 +360,7 @@ def run(arguments: argparse.Namespace, world: World, device: torch.device) -> in
     seed = None
     if samples(arguments):
         seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-        hf.seed_ranks(seed=seed, timeout=arguments.timeout)  # those of the first rank
+        hf.seed_ranks(part.group, seed, arguments.timeout)  # those of the first rank
         # 0 of top_k: any token, where transformers takes one of 50.
         options |= {"do_sample": True, "top_k": 0, "top_p": arguments.top_p or 1.0}
         options |= {"temperature": arguments.temperature or 1.0}
@@ -383,7 +411,7 @@ def in_template(tokenizer: Any, arguments: argparse.Namespace) -> str:
     return text
 
 
-def load_model(arguments: argparse.Namespace, world: World, device: torch.device) -> Any:
+def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) -> Any:
     """The model, enabled, with this rank's part of the weights or all of them."""
     import torch
 
@@ -393,8 +421,9 @@ def load_model(arguments: argparse.Namespace, world: World, device: torch.device
     from .checkpoint import damages_named, load
 
     dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    path, size = arguments.model, arguments.tensor_parallel_size
-    options = {"prefill": arguments.prefill, "timeout": arguments.timeout}
+    path, size, world = arguments.model, arguments.tensor_parallel_size, part.world
+    options: dict[str, Any] = {"group": part.group, "shares": part.shares}
+    options |= {"prefill": arguments.prefill, "timeout": arguments.timeout}
     # Prompts are split over ranks only if each has all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
     scheme = None if arguments.weight_dtype == "auto" else arguments.weight_dtype

@@ -3,7 +3,7 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from ..planning.arithmetic import PROMPTS, SPLIT, Work
 from ..planning.measuring import as_machine, measure_all
 from ..planning.models import Model
 from ..planning.unequal import Group, by_speed
-from ..shares import ModelShares, Shares
+from ..shares import GivenShares, ModelShares, Shares
 from .options import CacheOptions
 from .shape import shape_of
 
@@ -94,7 +94,7 @@ def choose(
     if comm.rank == 0:
         log.info(f"{op}: {said(group, shares)}")
         if warning := advice(group, hosts):
-            log.warning(f"{op}: {warning}")
+            log.warning(f"{op}: {warning}; {what_to_do(group, hosts)}")
     size = group.tensor_parallel_size
     of_cache = None if shares is None else shares[::size]
     if group.form == SPLIT:
@@ -102,11 +102,24 @@ def choose(
     return ModelShares(None, of_cache, by_speed([host.flop for host in hosts]))
 
 
-def said(group: Group, shares: Shares) -> str:
-    """What was measured and taken, in a sentence."""
+def of_group(group: Group, hosts: Sequence[MeasuredHost]) -> GivenShares:
+    """The shares of a group as `from_pretrained`, or `enable` for replicated weights, take them.
+
+    Raises:
+        ValueError: the model fits under no shares.
+    """
+    shares = group.best
+    if group.form == SPLIT or len(hosts) == 1:
+        return shares
+    return {"cache": shares, "prompt": by_speed([host.flop for host in hosts])}
+
+
+def said(group: Group, shares: Shares, ranks: Sequence[int] | None = None) -> str:
+    """What was measured and taken, in a sentence; `ranks` have other numbers than in the group."""
+    numbers = range(len(group.machines)) if ranks is None else ranks
     hosts = ", ".join(
         f"rank {rank} ({machine.name}) {_gigabytes(machine.memory_bandwidth)}"
-        for rank, machine in enumerate(group.machines)
+        for rank, machine in zip(numbers, group.machines, strict=True)
     )
     taken = "equal shares" if shares is None else f"shares {', '.join(map(str, shares))}"
     times = f"a token takes about {_milliseconds(group.token_seconds(shares))} with them"
@@ -115,7 +128,7 @@ def said(group: Group, shares: Shares) -> str:
     return f"hosts read, in GB/s: {hosts}; {taken}: {times}"
 
 
-def advice(group: Group, hosts: tuple[MeasuredHost, ...]) -> str:
+def advice(group: Group, hosts: Sequence[MeasuredHost]) -> str:
     """A sentence on ranks that make a token slower, with both times, or nothing."""
     ranks = group.unhelpful
     if not ranks:
@@ -133,10 +146,17 @@ def advice(group: Group, hosts: tuple[MeasuredHost, ...]) -> str:
     if group.form != SPLIT:
         whole = _gigabytes(group.model.weights.num_bytes)
         sentence += f", as every rank reads all {whole} GB of weights for each token"
-        if not group.model.not_split:
-            return f"{sentence}; split the weights with from_pretrained, or start without {them}"
+    return sentence
+
+
+def what_to_do(group: Group, hosts: Sequence[MeasuredHost]) -> str:
+    """What helps where ranks make a token slower."""
+    ranks = group.unhelpful
+    them = "them" if len(ranks) > 1 else "it"
+    if group.form != SPLIT and not group.model.not_split:
+        return f"split the weights with from_pretrained, or start without {them}"
     memory = _gigabytes(sum(hosts[rank].memory for rank in ranks))
-    return f"{sentence}; start without {them}, or keep {them} for {memory} GB of memory"
+    return f"start without {them}, or keep {them} for {memory} GB of memory"
 
 
 def auto_for_enabled(

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`--shares` of generate: how much each process gets, and which of them are better left out."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .usage import UsageError, report
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from ..shares import GivenShares
+    from .world import World
+
+# In the store of all processes: with a rank behind it, that rank needs the store no longer.
+_ENDED = "tree_attention/generate/ended"
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Part:
+    """The processes that generate, as this one of them sees them."""
+
+    world: World
+    group: ProcessGroup | None  # None: all
+    shares: GivenShares
+
+
+def given_shares(text: str) -> list[int] | None:
+    """The numbers of --shares; None for equal ones."""
+    if text == "even":
+        return None
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(
+            "--shares must be even, auto, or integers with commas between, one for each process, "
+            f"such as 3,1, got {text!r}"
+        ) from None
+
+
+@contextmanager
+def taking_part(
+    arguments: argparse.Namespace, world: World, device: torch.device
+) -> Iterator[Part | None]:
+    """The part of this process under --shares, or None where the others are faster without it.
+
+    Collective with "auto": all processes measure, and make a group of those that help.
+    """
+    from ..shares import ModelShares
+
+    if arguments.shares != "auto":
+        given, size = given_shares(arguments.shares), arguments.tensor_parallel_size
+        try:
+            ModelShares.of("--shares", given, world.size, size)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        yield Part(world, None, given)
+    elif world.size == 1:
+        yield Part(world, None, None)
+    else:
+        with _measured(arguments, world, device) as part:
+            yield part
+
+
+@contextmanager
+def _measured(
+    arguments: argparse.Namespace, world: World, device: torch.device
+) -> Iterator[Part | None]:
+    import torch
+    import torch.distributed as dist
+
+    from ..exchange import get_communicator
+    from ..hf.auto_shares import advice, measured_group, of_group, said, shape_in
+    from ..planning.models import Model
+    from ..weights.checkpoint.files import Source
+    from ..weights.load import read_config
+
+    def shape() -> Model:
+        config, checkpoint = read_config(Source.of(arguments.model, None, None))
+        named = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        dtype: Any = named or config.dtype or checkpoint.dtype
+        scheme, kv_dtype = (
+            None if name == "auto" else name
+            for name in (arguments.weight_dtype, arguments.kv_dtype)
+        )
+        return shape_in(config, dtype, scheme, kv_dtype)
+
+    group, hosts = measured_group(
+        "generate",
+        get_communicator(),
+        shape,
+        timeout=arguments.timeout,
+        device=device,
+        is_split=arguments.weights != "replicated" and arguments.prefill != "split",
+        tensor_parallel_size=arguments.tensor_parallel_size,
+    )
+    left_out = group.unhelpful
+    kept = [rank for rank in range(world.size) if rank not in left_out]
+    others = group.without(left_out)
+    try:
+        shares = of_group(others, [hosts[rank] for rank in kept])
+    except ValueError as error:
+        raise UsageError(f"--shares auto: {error}") from None
+    made: Any = dist.new_group(kept) if left_out else None
+    store = dist.distributed_c10d._get_default_store()
+    if world.rank in left_out:
+        report("generate", f"this process is left out: {advice(group, hosts)}")
+        yield None
+        if world.rank == 0:  # which may serve the store
+            _wait_for(store, kept)
+        return
+    if world.rank == kept[0]:
+        report("generate", said(others, others.best, kept))
+    try:
+        yield Part(_world_of(world, kept), made, shares)
+    finally:
+        store.set(f"{_ENDED}/{world.rank}", "")
+
+
+def _world_of(world: World, kept: Sequence[int]) -> World:
+    from .world import World
+
+    return World(kept.index(world.rank), len(kept), world.local_rank)
+
+
+def _wait_for(store: Any, ranks: Sequence[int]) -> None:
+    while not store.check([f"{_ENDED}/{rank}" for rank in ranks]):
+        time.sleep(_LOOK_SECONDS)

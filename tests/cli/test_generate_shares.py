@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`generate --shares`: parts by numbers, by measured speed, and processes that are left out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ranks_of_commands import Ended, started
+from tiers import tiers
+from tree_attention.__main__ import main
+from tree_attention.exchange import CostTable, MeasuredHost
+from tree_attention.exchange.auto.choose import Measured
+
+PROMPT = "Keys and values never move." * 8
+
+
+def generate(checkpoint: Path, folder: Path, *options: str, serves: bool = False) -> list[Ended]:
+    """Two processes that say what one says."""
+    model = "--model", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "9"
+    assert main(["generate", *model, "--json", str(folder / "one.json")]) == 0
+    files = "--same-tokens-as", str(folder / "one.json"), "--json", str(folder / "both.json")
+    with started(["generate", *model, *files, *options], rank_0_serves=serves) as ranks:
+        ended = [ranks.wait_for_end(rank) for rank in range(2)]
+    assert [end.status for end in ended] == [0, 0], ended
+    return ended
+
+
+def written(folder: Path) -> tuple[dict, dict]:
+    one, both = (json.loads((folder / f"{name}.json").read_text()) for name in ("one", "both"))
+    return one, both
+
+
+def calibrated(folder: Path, monkeypatch: pytest.MonkeyPatch, *gigabytes: float) -> None:
+    hosts = tuple(MeasuredHost(f"h{x:g}", x * 1e9, x * 1e11, 64e9) for x in gigabytes)
+    rows = tuple(Measured("all_gather", size, size * 1e-12) for size in (1 << 14, 1 << 20))
+    CostTable("gloo", (0, 0), rows, hosts).save(folder / "costs.json", {})
+    monkeypatch.setenv("TREE_ATTENTION_COSTS", str(folder / "costs.json"))
+
+
+@pytest.mark.parametrize("weights", tiers(["split"], ["replicated"]))
+def test_parts_by_numbers(checkpoint: Path, tmp_path: Path, weights: str) -> None:
+    generate(checkpoint, tmp_path, "--shares", "3,1", "--weights", weights)
+    one, both = written(tmp_path)
+    share = both["weight_bytes_per_rank"] / one["weight_bytes_per_rank"]
+    assert share == 1 if weights == "replicated" else 0.7 < share < 0.85
+
+
+@pytest.mark.parametrize("weights", tiers(["split"], ["replicated"]))
+def test_parts_by_speed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
+) -> None:
+    calibrated(tmp_path, monkeypatch, 60, 20)
+    first, second = generate(checkpoint, tmp_path, "--shares", "auto", "--weights", weights)
+    assert "generate: hosts read, in GB/s: rank 0 (h60) 60, rank 1 (h20) 20; shares " in (
+        " ".join(first.stderr.split())
+    )
+    assert "GB/s" not in second.stderr
+    assert written(tmp_path)[1]["world_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("rates", "serves"), tiers([((60, 0.06), False), ((0.06, 60), True)], [((0.06, 60), False)])
+)
+def test_a_slow_process_is_left_out(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rates: tuple[float, float],
+    serves: bool,
+) -> None:
+    """Also the first one, which then serves the store until the other has ended."""
+    calibrated(tmp_path, monkeypatch, *rates)
+    ended = generate(checkpoint, tmp_path, "--shares", "auto", serves=serves)
+    slow = rates.index(0.06)
+    sentence = " ".join(ended[slow].stderr.split())
+    assert f"generate: this process is left out: rank {slow} (h0.06) reads 0.06 GB/s" in sentence
+    assert " ms with it and " in sentence and sentence.endswith(" ms without")
+    assert ended[slow].stdout == "" and "The same 9 tokens" in ended[1 - slow].stderr
+    one, both = written(tmp_path)
+    assert both["world_size"] == 1
+    assert both["weight_bytes_per_rank"] == one["weight_bytes_per_rank"]
+
+
+@pytest.mark.parametrize(
+    ("shares", "says"),
+    [
+        ("3,1", "--shares: shares must be an integer from 0 to 1,024 for each of 1 ranks, and"),
+        ("fair", "--shares must be even, auto, or integers with commas between, one for each pro"),
+        ("1.5", "one for each process, such as 3,1, got '1.5'"),
+        ("0", "for each of 1 ranks, and not all 0, got [0]"),
+        ("-1", "for each of 1 ranks, and not all 0, got [-1]"),
+    ],
+)
+def test_wrong_shares(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], shares: str, says: str
+) -> None:
+    arguments = "--model", str(checkpoint), "--prompt", "a", f"--shares={shares}"
+    assert main(["generate", *arguments]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_auto_of_one_process_is_nothing(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = "--model", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "2"
+    assert main(["generate", *arguments, "--shares", "auto"]) == 0
+    assert "GB/s" not in capsys.readouterr().err
