@@ -37,6 +37,7 @@ from questions import (
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, hf
 from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import window
+from tree_attention.hf.prompts import copies
 from window_caches import crop, crop_to
 
 KINDS = ("llama", "mistral_window", "gemma2", "gpt_oss", "deepseek", "BLOOM", "MPT")
@@ -245,3 +246,72 @@ def test_what_is_refused(tmp_path: Path) -> None:
     _append(blocks, keys)
     with pytest.raises(ValueError, match=r"TreeCache\.share: deterministic is not supported"):
         blocks.share(2)
+
+
+OPERATIONS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "samples": {"do_sample": True, "num_return_sequences": 4, "temperature": 0.9},
+    "sampled beams": {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
+    "chunks": {"num_beams": 2, "prefill_chunk_size": 9},
+}
+
+
+def _options(name: str) -> dict[str, Any]:
+    return {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **OPERATIONS[name]}
+
+
+def _one_prompt() -> dict[str, Tensor]:
+    texts = questions_behind((26,), (11,))
+    assert texts["attention_mask"].all()
+    return texts
+
+
+def _said(model: Any, operation: str) -> Any:
+    torch.manual_seed(7)
+    return model.generate(**_one_prompt(), **_options(operation), return_dict_in_generate=True)
+
+
+def _copies(rank: int, world_size: int, wanted: dict[str, dict[str, Tensor]]) -> None:
+    for name, operations in wanted.items():
+        ways: list[dict[str, Any]] = [{}, {"prefill_chunk_size": 8}]
+        if name not in ("BLOOM", "MPT", *HYBRIDS):
+            ways.append({"prefill": "split"})
+        for options in ways:
+            model = hf.enable(make_model(name), layout=BlockCyclic(world_size, 4), **options)
+            rows = list[int]()
+            base = getattr(model, model.base_model_prefix)
+            base.register_forward_pre_hook(
+                lambda _, args, kwargs, rows=rows: rows.append(
+                    len((*args, kwargs.get("input_ids"))[0])
+                ),
+                with_kwargs=True,
+            )
+            for operation, tokens in operations.items():
+                for least, first in ((8, 1), (512, None)):  # read once, and not
+                    rows.clear()
+                    with (
+                        mock.patch.object(copies, "LEAST_SHARED", least),
+                        mock.patch.multiple(window, MARGIN=7, STEP=3),
+                        nan_in_new_memory(),
+                    ):
+                        output = _said(model, operation)
+                    assert torch.equal(output.sequences, tokens), (name, operation, options)
+                    assert rows[0] == (first or rows[-1]) and rows[-1] > 1
+                    # All layers of this one have windows, which are copied.
+                    is_shared = first == 1 and name != "mistral_window"
+                    assert output[CACHE_NAME].is_shared == is_shared
+
+
+@pytest.mark.parametrize(
+    "names, world_size",
+    tiers(
+        [(("llama", "gemma2"), 1), (("llama", "Qwen3-Next"), 2)],
+        [((*KINDS, *HYBRIDS), 1), ((*KINDS, *HYBRIDS), 3)],
+    ),
+)
+def test_beams_and_samples_read_their_prompt_once(names: tuple[str, ...], world_size: int) -> None:
+    wanted = {
+        name: {operation: _said(make_model(name), operation).sequences for operation in OPERATIONS}
+        for name in names
+    }
+    run_ranks(_copies, world_size, wanted, timeout=200.0)

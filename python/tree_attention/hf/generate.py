@@ -30,6 +30,7 @@ from .check_attention import check_layers
 from .fingerprint import describe, describe_all, model_signature, settings_of
 from .masks import HOLE_BESIDE_STATES, check_steps_after, longest_hole
 from .overrides import is_overridden
+from .prompts.copies import num_copies, read_once
 from .prompts.forward import may_be_chunked, splits_prompts, under_new_name
 from .refusals import (
     CHUNKS_AFTER_CACHED_TOKENS,
@@ -223,6 +224,12 @@ def prepare_cache(
             layer.keeps_last_pass = call.is_assisted
         num_new = num_left_out + num_prompt - num_cached
         _set_chunk_size(setup, model, generation_config, model_kwargs, num_new, num_cached)
+        copies = num_copies(model, generation_config, call.inputs, model_kwargs)
+        if makes_cache and copies > 1 and max_length is None and not setup.shard.blocks.size:
+            ids, size = call.inputs["input_ids"], generation_config.prefill_chunk_size
+            cache = call.cache = read_once(model, cache, ids, copies, size)
+            model_kwargs[CACHE_NAME], generation_config.prefill_chunk_size = cache, None
+            call.length = num_prompt - 1
     usual = GenerationMixin._prepare_cache_for_generation
     if makes_cache and getattr(original, "func", None) is usual:
         return None  # which would make one of transformers, or note that a caller gave this one
