@@ -218,10 +218,40 @@ def test_behind_a_hole_tokens_are_counted(
             if is_token[slot]:
                 before = tokens[tokens <= slot][-(window or 14) :]
                 assert visible[row, query].nonzero()[:, 0].tolist() == before.tolist()
-                assert mask.last_slots[row, query] == slot
+                assert mask.positions[row, query] == slot
                 if mask.skipped is not None:
                     hidden = (~is_token[tokens[0] : slot]).sum()
                     assert mask.skipped[row, query] == hidden
+
+
+@given(_with_holes(), st.integers(0, 14))
+def test_ranges_within_two_runs_of_slots_are_those_of_all(
+    case: tuple[list[list[int]], int, int | None], cut: int
+) -> None:
+    rows, q_length, _ = case
+    slots = torch.arange(14)
+    first, hole, end, last = torch.tensor(rows).T[..., None]
+    padding = ((first <= slots) & (slots < hole)) | ((end <= slots) & (slots < last))
+    sizes = {"batch_size": len(rows), "q_length": q_length, "kv_length": 14}
+    mask = _mask(**sizes, q_offset=14 - q_length, attention_mask=padding.long())
+    found = torch.zeros(len(rows), q_length, 14, dtype=torch.int64)
+    distances = torch.full_like(found, -1)
+    for part in (mask.within(0, cut), mask.within(cut, 14)):
+        ranges, positions = part.ranges, part.positions[..., None]
+        if part.skipped is None:
+            ranges, positions = ranges[:, :, None], positions[..., None]
+        else:
+            skipped = torch.stack((part.skipped, torch.zeros_like(part.skipped)), -1)
+            positions = (positions - skipped)[..., None]
+        visible = (ranges[..., :1] <= slots) & (slots < ranges[..., 1:])
+        found += visible.sum(2)
+        distances = torch.where(visible, positions - slots, -1).amax(2).maximum(distances)
+    whole = mask.ranges if mask.skipped is not None else mask.ranges[:, :, None]
+    assert torch.equal(found, ((whole[..., :1] <= slots) & (slots < whole[..., 1:])).sum(2))
+    for row, query, slot in found.nonzero().tolist():
+        if padding[row, 14 - q_length + query]:
+            tokens = padding[row, slot : 14 - q_length + query].sum()
+            assert distances[row, query, slot] == tokens
 
 
 def test_keys_that_others_dropped_are_not_seen_around_a_hole() -> None:

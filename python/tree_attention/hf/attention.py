@@ -126,8 +126,10 @@ def _over_shard(
     elif is_alone and layer.prefix is None:
         local_ranges = ranges.whole(layer.dropped)
     else:
-        first = None if layer.prefix is None else layer.prefix.length
-        local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped, first)
+        if layer.prefix is not None:
+            document = ranges.within(0, layer.prefix.length)
+            ranges = ranges.within(layer.prefix.length, layer.kv_length)
+        local_ranges = ranges.local(shard.layout, shard.rank, layer.dropped)
     # In a world of one, and from its first slot on, keys have the numbers of their slots.
     counts_slots = is_alone and layer.dropped == 0
     if shard.blocks.size or ("alibi_slopes" in keywords and not counts_slots):
@@ -135,7 +137,7 @@ def _over_shard(
         keywords["key_layout"] = first + layer.dropped // block * stride, block, stride
     parts = parts_of(keys, values, local_ranges, keywords, ranges)
     if layer.prefix is not None:
-        parts = [*_parts_of_prefix(layer, layer.prefix, keywords, ranges), *parts]
+        parts = [*_parts_of_prefix(layer, layer.prefix, keywords, document), *parts]
     if is_alone:
         return attend_to_parts(query, parts, out_dtype)
     if len(parts) > 1 and shard.blocks.size:

@@ -58,10 +58,13 @@ class KeyRanges:
         unsupported: str | None = None,
         window: int | None = None,
         skipped: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> None:
         self.ranges = ranges  # int64 [batch, seqlen_q, 2], or [batch, seqlen_q, 2, 2]
         # int64 [batch, seqlen_q], where a row has a hole: its slots before each query.
         self.skipped = skipped
+        self._positions = positions
+        self._within: dict[tuple[int, int], KeyRanges] = {}
         self.kv_length = kv_length  # number of keys that the layer attends to
         self.kv_offset = kv_offset  # global slot of the first of them, where keys are not sharded
         self.unsupported = unsupported
@@ -75,20 +78,29 @@ class KeyRanges:
     def to(self, _: torch.dtype) -> "KeyRanges":  # MPT makes a mask of bool
         return self
 
-    def local(
-        self, layout: ShardLayout, rank: int, dropped: int = 0, first: int | None = None
-    ) -> Tensor:
-        """The ranges in local slots of `rank`, counted from the one with the number `dropped`, or
-        of the ranges the part from the global slot `first` on."""
+    def local(self, layout: ShardLayout, rank: int, dropped: int = 0) -> Tensor:
+        """The ranges in local slots of `rank`, counted from the one with the number `dropped`."""
         # This is `layout.local_range` for the begins and the ends in one call: the local begin is
         # the number of slots that the rank holds before the range, and the end likewise.
-        key = layout, rank, dropped, first
+        key = layout, rank, dropped
+        return self._once(key, lambda: layout.count(rank, self.ranges) - dropped)
 
-        def count() -> Tensor:
-            ranges = self.ranges if first is None else self.ranges.clamp(min=first)
-            return layout.count(rank, ranges) - dropped
-
-        return self._once(key, count)
+    def within(self, begin: int, end: int) -> "KeyRanges":
+        """The part of the ranges in [begin, end): one for each query, unless one sees slots on
+        both sides of a hole there. The kernels read one range faster."""
+        key = begin, end
+        if key not in self._within:
+            ranges, skipped, positions = self.ranges.clamp(begin, end), self.skipped, self.positions
+            if skipped is not None:
+                is_first, is_second = (ranges[..., 0] < ranges[..., 1]).unbind(-1)
+                if not bool((is_first & is_second).any()):
+                    positions = torch.where(is_first, positions - skipped, positions)
+                    ranges = torch.where(is_first[..., None], ranges[:, :, 0], ranges[:, :, 1])
+                    skipped = None
+            self._within[key] = KeyRanges(
+                ranges, self.kv_length, skipped=skipped, positions=positions
+            )
+        return self._within[key]
 
     def whole(self, dropped: int = 0) -> Tensor:
         """The ranges in slots of unsharded keys, which begin with slot `kv_offset + dropped`."""
@@ -123,10 +135,13 @@ class KeyRanges:
         return int(self.ranges[..., 0].min())
 
     @property
-    def last_slots(self) -> Tensor:
-        """The last slot that each query sees, int64 [batch, seqlen_q]: its own, padding aside."""
-        ends = self.ranges[..., 1] - 1
-        return ends if self.skipped is None else ends.amax(-1)
+    def positions(self) -> Tensor:
+        """The slot of each query that is no padding, from which ALiBi counts back, int64 [batch,
+        seqlen_q]; to keys before a hole it is `skipped` less."""
+        if self._positions is None:
+            ends = self.ranges[..., 1] - 1
+            self._positions = ends if self.skipped is None else ends.amax(-1)
+        return self._positions
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -41,14 +41,11 @@ def parts_of(
     """The parts of some keys, of which queries see the `local` ranges."""
     if "alibi_slopes" not in options:
         return [Part(keys, values, local, options)]
-    slots = ranges.last_slots
+    positions = ranges.positions
     if ranges.skipped is None:
-        return [Part(keys, values, local, {**options, "query_positions": slots})]
-    both = (local[:, :, 0], slots - ranges.skipped), (local[:, :, 1], slots)
-    return [
-        Part(keys, values, own, {**options, "query_positions": positions})
-        for own, positions in both
-    ]
+        return [Part(keys, values, local, {**options, "query_positions": positions})]
+    both = (local[:, :, 0], positions - ranges.skipped), (local[:, :, 1], positions)
+    return [Part(keys, values, own, {**options, "query_positions": x}) for own, x in both]
 
 
 def attend_to_parts(
