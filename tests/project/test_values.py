@@ -56,6 +56,13 @@ def compiled(column: str, *cells: str) -> Callable[[], float]:
     return lambda: cell("cuda_compiled", column, **{str(i): x for i, x in enumerate(cells)})
 
 
+LINE_SHAPE = "1 x 8 heads, 16k keys + 16, 32 blocks"
+
+
+def predicted(column: str, row: str) -> Callable[[], float]:
+    return lambda: cell("cuda_predicted", column, row=row)
+
+
 def run(call: str, column: str) -> Callable[[], float]:
     return lambda: cell("cuda_first_run", column, call=call)
 
@@ -155,8 +162,12 @@ VALUES: dict[str, Callable[[], float]] = {
     "cuda.local_now": compiled("local now", "bfloat16, 256 columns"),
     "cuda.registers_8": compiled("registers sm_90, 8 rows", "bfloat16", "128"),
     "cuda.registers_16": compiled("registers sm_90, 16 rows", "bfloat16", "128"),
-    "cuda.int8_8": compiled("instructions, 8 rows", "int8", "128"),
-    "cuda.int8_16": compiled("instructions, 16 rows", "int8", "128"),
+    "cuda.tile_8": compiled("instructions, 8 rows", "bfloat16", "128"),
+    "cuda.tile_16": compiled("instructions, 16 rows", "bfloat16", "128"),
+    "cuda.dram_by_heads": predicted("(sequence, head, block)", LINE_SHAPE),
+    "cuda.dram_in_step": predicted("in step", LINE_SHAPE),
+    "cuda.one_level": predicted("64 rows, one level", "264"),
+    "cuda.two_levels": predicted("64 rows, two levels", "264"),
     "cuda.int8_bf16": compiled("int8", "widened to bfloat16, the first version"),
     "cuda.int8_f16": compiled("int8", "widened to float16, 16 rows"),
     **{
