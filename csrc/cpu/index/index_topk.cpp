@@ -85,7 +85,21 @@ void check_positions(const IndexParams& p) {
   }
 }
 
-float larger(float a, float b) { return b > a || b != b ? b : a; }
+float larger(float a, float b) { return (b > a) | (b != b) ? b : a; }
+
+// Of at least one score; in lanes, which do not wait for each other.
+float largest(const float* scores, int count) {
+  constexpr int kLanes = 16;
+  float lanes[kLanes];
+  std::fill_n(lanes, kLanes, scores[0]);
+  int i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (int n = 0; n < kLanes; ++n) lanes[n] = larger(lanes[n], scores[i + n]);
+  }
+  for (; i < count; ++i) lanes[0] = larger(lanes[0], scores[i]);
+  for (int n = 1; n < kLanes; ++n) lanes[0] = larger(lanes[0], lanes[n]);
+  return lanes[0];
+}
 
 // The choice of one query (and head) while its keys are read in the order of their slots.
 class Reader {
@@ -101,9 +115,9 @@ class Reader {
 
   void read(const float* scores, int64_t first, int count) {
     if (p_.block == 1) {
-      for (int i = 0; i < count; ++i) choice_.offer(scores[i], slot(first + i));
+      choice_.offer(scores, count, [&](int i) { return slot(first + i); });
     } else {
-      for (int i = 0; i < count; ++i) read_of_block(scores[i], slot(first + i));
+      read_blocks(scores, first, count);
     }
     choice_.keep_best();
   }
@@ -119,14 +133,22 @@ class Reader {
     return p_.key_slots == nullptr ? static_cast<int32_t>(key) : p_.key_slots[key];
   }
 
-  void read_of_block(float score, int32_t slot) {
-    if (slot >= block_end_) {
-      offer_block();
-      block_ = slot / p_.block;
-      block_end_ = (int64_t{block_} + 1) * p_.block;
-      largest_ = score;
-    } else {
-      largest_ = larger(largest_, score);
+  void read_blocks(const float* scores, int64_t first, int count) {
+    for (int begin = 0, end; begin < count; begin = end) {
+      const int32_t own = slot(first + begin);
+      if (own >= block_end_) {
+        offer_block();
+        block_ = own / p_.block;
+        block_end_ = (int64_t{block_} + 1) * p_.block;
+        largest_ = scores[begin];
+      }
+      end = begin + 1;
+      if (p_.key_slots == nullptr) {
+        end = static_cast<int>(std::min<int64_t>(count, begin + block_end_ - own));
+      } else {
+        while (end < count && slot(first + end) < block_end_) ++end;
+      }
+      largest_ = larger(largest_, largest(scores + begin, end - begin));
     }
   }
 

@@ -15,7 +15,8 @@ namespace {
 constexpr int64_t kGrain = 16384;  // entries of a thread: fewer cost less than waking another one
 
 // The entries of a part of a row, sorted if they are not.
-void read_part(const MergeTopkParams& p, int64_t part, int64_t row, std::vector<Entry>& entries) {
+void read_part(const MergeTopkParams& p, int64_t part, int64_t row, std::vector<Entry>& entries,
+               std::vector<Entry>& memory) {
   const float* scores = p.scores_parts + part * p.scores_stride[0] + row * p.scores_stride[1];
   const int32_t* slots = p.slots_parts + part * p.slots_stride[0] + row * p.slots_stride[1];
   entries.clear();
@@ -28,7 +29,7 @@ void read_part(const MergeTopkParams& p, int64_t part, int64_t row, std::vector<
     is_sorted &= entries.empty() || entry <= entries.back();
     entries.push_back(entry);
   }
-  if (!is_sorted) std::sort(entries.begin(), entries.end(), std::greater<>());
+  if (!is_sorted) sort_entries(entries, memory);
 }
 
 }  // namespace
@@ -38,12 +39,13 @@ void merge_topk(const MergeTopkParams& p) {
   parallel_for(0, p.num_rows, std::max<int64_t>(1, kGrain / entries),
                [&](int64_t begin, int64_t end) {
                  std::vector<std::vector<Entry>> read(p.num_parts);
+                 std::vector<Entry> memory;
                  std::vector<Part> parts;
                  NamedSlots named;
                  for (int64_t row = begin; row < end; ++row) {
                    parts.clear();
                    for (int64_t part = 0; part < p.num_parts; ++part) {
-                     read_part(p, part, row, read[part]);
+                     read_part(p, part, row, read[part], memory);
                      parts.push_back({read[part].data(), read[part].data() + read[part].size()});
                    }
                    Row result(p.scores + row * p.topk, p.slots + row * p.topk, p.topk);

@@ -22,42 +22,46 @@ namespace {
 constexpr int kPairLanes = 2 * kLanes;
 // With up to so many heads, lanes over head_dim take less time: half as much with four heads.
 constexpr int64_t kFewHeads = 8;
+// Keys that meet one or two vectors of heads at a time: their sums wait for six cycles each.
+constexpr int kKeysOfHeads = 8;
+constexpr int kAheadBytes = 4096;  // from the key at hand to what is fetched
 
-// products [kRows, kKeyBlock] of rows of bfloat16, kTileColumns apart; q has rows of `stride`
-// elements, padded with zeros.
+// products [kRows, kKeyBlock], kTileColumns apart, of rows of head_dim elements, a multiple of
+// kPairLanes: a loop for a tail would spill the sums.
 template <int kRows>
-inline void multiply_pairs(const BFloat16* q, int64_t stride, const BFloat16* const* keys,
-                           int64_t head_dim, float* products) {
+inline void multiply_pairs(const BFloat16* q, const BFloat16* const* keys, int64_t head_dim,
+                           float* products) {
   Vec sums[kRows][kKeyBlock];
   for (auto& row : sums) {
     for (Vec& sum : row) sum = zero();
   }
-  const auto accumulate = [&](int64_t d, const auto& load_key) {
+  for (int64_t d = 0; d < head_dim; d += kPairLanes) {
     __m512i k[kKeyBlock];
-    for (int key = 0; key < kKeyBlock; ++key) load_key(keys[key] + d, k[key]);
+    for (int key = 0; key < kKeyBlock; ++key) {
+      __builtin_prefetch(reinterpret_cast<const char*>(keys[key] + d) + kAheadBytes);
+      k[key] = _mm512_loadu_si512(keys[key] + d);
+    }
     for (int row = 0; row < kRows; ++row) {
-      const __m512i x = _mm512_loadu_si512(q + row * stride + d);
+      const __m512i x = _mm512_loadu_si512(q + row * head_dim + d);
       for (int key = 0; key < kKeyBlock; ++key) sums[row][key] = dot(x, k[key], sums[row][key]);
     }
-  };
-  int64_t d = 0;
-  for (; d + kPairLanes <= head_dim; d += kPairLanes) {
-    accumulate(d, [](const BFloat16* p, __m512i& x) { x = _mm512_loadu_si512(p); });
-  }
-  if (d < head_dim) {
-    const int rest = static_cast<int>(head_dim - d);
-    accumulate(d, [rest](const BFloat16* p, __m512i& x) { x = load_16_bit(p, rest); });
   }
   store_sums<kRows>(sums, products, kTileColumns);
+}
+
+// Fetches the row that is so many bytes behind `key`.
+inline void fetch_ahead(const BFloat16* key, int64_t head_dim) {
+  const char* const ahead = reinterpret_cast<const char*>(key) + kAheadBytes;
+  for (int64_t byte = 0; byte < 2 * head_dim; byte += 64) __builtin_prefetch(ahead + byte);
 }
 
 // Words of pairs, of which the last one of an odd head_dim has one element.
 inline int64_t pairs_of(int64_t head_dim) { return (head_dim + 1) / 2; }
 
-// sums [kVecs, kKeys], lanes over heads: q [kVecs, pairs, kLanes] times keys.
-template <int kVecs, int kKeys>
+// sums [kVecs, kKeysOfHeads], lanes over heads: q [kVecs, pairs, kLanes] times keys.
+template <int kVecs>
 inline void multiply_heads(const uint32_t* q, int64_t head_dim, const BFloat16* const* keys,
-                           Vec (&sums)[kVecs][kKeys]) {
+                           Vec (&sums)[kVecs][kKeysOfHeads]) {
   const int64_t pairs = pairs_of(head_dim);
   for (auto& vec : sums) {
     for (Vec& sum : vec) sum = zero();
@@ -67,7 +71,7 @@ inline void multiply_heads(const uint32_t* q, int64_t head_dim, const BFloat16* 
     for (int vec = 0; vec < kVecs; ++vec) {
       x[vec] = _mm512_loadu_si512(q + (vec * pairs + pair) * kLanes);
     }
-    for (int key = 0; key < kKeys; ++key) {
+    for (int key = 0; key < kKeysOfHeads; ++key) {
       __m512i word;
       load_word(keys[key] + 2 * pair, word);
       for (int vec = 0; vec < kVecs; ++vec) sums[vec][key] = dot(x[vec], word, sums[vec][key]);
@@ -83,21 +87,19 @@ inline void multiply_heads(const uint32_t* q, int64_t head_dim, const BFloat16* 
 
 struct PairScores {
   static bool takes(const IndexHeads& heads) { return heads.dtype == DataType::kBFloat16; }
-  static bool has_few_heads(const IndexHeads& heads) { return heads.num_heads <= kFewHeads; }
-  static int64_t vecs(const IndexHeads& heads) { return (heads.num_heads + kLanes - 1) / kLanes; }
-  static int64_t row_stride(const IndexHeads& heads) {
-    return (heads.head_dim + kPairLanes - 1) / kPairLanes * kPairLanes;
+  static bool has_few_heads(const IndexHeads& heads) {
+    return heads.num_heads <= kFewHeads && heads.head_dim % kPairLanes == 0;
   }
-
+  static int64_t vecs(const IndexHeads& heads) { return (heads.num_heads + kLanes - 1) / kLanes; }
   static size_t query_bytes(const IndexHeads& heads) {
     if (!takes(heads)) return VectorScores::query_bytes(heads);
-    if (has_few_heads(heads)) return heads.num_heads * row_stride(heads) * sizeof(BFloat16);
+    if (has_few_heads(heads)) return heads.num_heads * heads.head_dim * sizeof(BFloat16);
     // and the weights, padded with zeros
     return vecs(heads) * (pairs_of(heads.head_dim) + 1) * kLanes * sizeof(uint32_t);
   }
   static size_t scratch_bytes(const IndexHeads& heads) {
     if (!takes(heads)) return VectorScores::scratch_bytes(heads);
-    return (has_few_heads(heads) ? heads.num_heads : kLanes) * kTileColumns * sizeof(float);
+    return (has_few_heads(heads) ? heads.num_heads : 2 * kLanes) * kTileColumns * sizeof(float);
   }
 
   static void prepare(const IndexHeads& heads, void* query) {
@@ -110,7 +112,7 @@ struct PairScores {
     for (int64_t head = 0; head < heads.num_heads; ++head) {
       const BFloat16* const row = from + head * heads.q_stride;
       if (has_few_heads(heads)) {
-        __builtin_memcpy(to + head * row_stride(heads), row, heads.head_dim * sizeof(BFloat16));
+        __builtin_memcpy(to + head * heads.head_dim, row, heads.head_dim * sizeof(BFloat16));
         continue;
       }
       BFloat16* const lane = to + 2 * (head / kLanes * pairs * kLanes + head % kLanes);
@@ -126,24 +128,9 @@ struct PairScores {
     const auto* const q = static_cast<const uint32_t*>(query);
     auto* const sums = static_cast<float*>(scratch);
     const int64_t num_vecs = vecs(heads);
-    for (int64_t vec = 0; vec < num_vecs;) {
-      switch (num_vecs - vec) {
-        case 1:
-          score_heads<1, 8>(heads, q, vec, tile, sums, scores);
-          vec += 1;
-          break;
-        case 2:
-          score_heads<2, 8>(heads, q, vec, tile, sums, scores);
-          vec += 2;
-          break;
-        case 3:
-          score_heads<3, 4>(heads, q, vec, tile, sums, scores);
-          vec += 3;
-          break;
-        default:
-          score_heads<4, 4>(heads, q, vec, tile, sums, scores);
-          vec += 4;
-      }
+    for (int64_t vec = 0; vec < num_vecs; vec += 2) {
+      num_vecs - vec == 1 ? score_heads<1>(heads, q, vec, tile, sums, scores)
+                          : score_heads<2>(heads, q, vec, tile, sums, scores);
     }
     if (heads.weights == nullptr) return;
     for (int key = 0; key < tile.count; key += kKeyBlock) {
@@ -162,12 +149,11 @@ struct PairScores {
                               void* scratch, float* scores) {
     const auto* const q = static_cast<const BFloat16*>(query);
     auto* const products = static_cast<float*>(scratch);
-    const int64_t stride = row_stride(heads);
     for (int first = 0; first < tile.count; first += kKeyBlock) {
       const BFloat16* keys[kKeyBlock];
       for (int i = 0; i < kKeyBlock; ++i) keys[i] = key(tile, first + i);
       for_row_blocks(0, heads.num_heads, [&]<int kRows>(int64_t head) {
-        multiply_pairs<kRows>(q + head * stride, stride, keys, heads.head_dim,
+        multiply_pairs<kRows>(q + head * heads.head_dim, keys, heads.head_dim,
                               products + head * kTileColumns + first);
       });
     }
@@ -176,32 +162,28 @@ struct PairScores {
 
   // Vectors [vec, vec + kVecs) of heads: adds what they weigh to sums [keys, kLanes], or stores
   // scores.
-  template <int kVecs, int kKeys>
+  template <int kVecs>
   static void score_heads(const IndexHeads& heads, const uint32_t* q, int64_t vec,
                           const ScoreTile& tile, float* sums, float* scores) {
     const int64_t pairs = pairs_of(heads.head_dim);
     const Vec scale = broadcast(heads.scale);
     const auto* const weights = reinterpret_cast<const float*>(q + vecs(heads) * pairs * kLanes);
-    for (int first = 0; first < tile.count; first += kKeys) {
-      const BFloat16* keys[kKeys];
-      for (int i = 0; i < kKeys; ++i) keys[i] = key(tile, first + i);
-      Vec products[kVecs][kKeys];
-      multiply_heads<kVecs, kKeys>(q + vec * pairs * kLanes, heads.head_dim, keys, products);
-      if (heads.weights == nullptr) {
-        for (int v = 0; v < kVecs; ++v) {
-          for (int i = 0; i < kKeys; ++i) {
-            alignas(64) float lanes[kLanes];
-            store(lanes, mul(scale, products[v][i]));
-            const int64_t head = (vec + v) * kLanes;
-            for (int64_t n = 0; n < kLanes && head + n < heads.num_heads; ++n) {
-              scores[(head + n) * kTileColumns + first + i] = lanes[n];
-            }
-          }
-        }
-        continue;
+    for (int first = 0; first < tile.count; first += kKeysOfHeads) {
+      const BFloat16* keys[kKeysOfHeads];
+      for (int i = 0; i < kKeysOfHeads; ++i) {
+        keys[i] = key(tile, first + i);
+        if (vec == 0) fetch_ahead(keys[i], heads.head_dim);
       }
-      for (int i = 0; i < kKeys; ++i) {
+      Vec products[kVecs][kKeysOfHeads];
+      multiply_heads<kVecs>(q + vec * pairs * kLanes, heads.head_dim, keys, products);
+      for (int i = 0; i < kKeysOfHeads; ++i) {
         float* const place = sums + (first + i) * kLanes;
+        if (heads.weights == nullptr) {
+          for (int v = 0; v < kVecs; ++v) {
+            store(place + v * kTileColumns * kLanes, mul(scale, products[v][i]));
+          }
+          continue;
+        }
         Vec sum = vec == 0 ? zero() : load(place);
         for (int v = 0; v < kVecs; ++v) {
           // A key that is infinite makes NaN of the zeros behind the last head.
@@ -210,6 +192,21 @@ struct PairScores {
           sum = fma(load(weights + (vec + v) * kLanes), max_keep_nan(zero(), x), sum);
         }
         store(place, sum);
+      }
+    }
+    if (heads.weights != nullptr) return;
+    for (int v = 0; v < kVecs; ++v) {
+      const int64_t head = (vec + v) * kLanes;
+      const float* const of_keys = sums + v * kTileColumns * kLanes;
+      for (int first = 0; first < tile.count; first += kLanes) {
+        __m512i block[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          block[i] = _mm512_loadu_si512(of_keys + (first + i) * kLanes);
+        }
+        transpose(block);
+        for (int i = 0; i < kLanes && head + i < heads.num_heads; ++i) {
+          _mm512_storeu_si512(scores + (head + i) * kTileColumns + first, block[i]);
+        }
       }
     }
   }
