@@ -236,3 +236,16 @@ def test_rows_of_all_ranks_merge_to_the_rows_of_one() -> None:
     merged = merge_states(*(torch.stack(x) for x in zip(*parts, strict=True)))
     for found, expected in zip(merged, whole, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_rows_in_a_graph_of_any_length() -> None:
+    """Strides of a cache that grows are symbols there."""
+    torch._dynamo.reset()
+    compiled = torch.compile(by_rows, fullgraph=True, dynamic=True, backend="eager")
+    for length in (20, 33):
+        q, k = torch.randn(2, 4, 1, 16), torch.randn(2, 2, length, 16)
+        rows = choice((2, 2, 1, 6), length)
+        for found, expected in zip(
+            compiled(q, k, k[..., :8], rows), by_rows(q, k, k[..., :8], rows), strict=True
+        ):
+            assert torch.equal(found, expected)

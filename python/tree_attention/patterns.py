@@ -22,7 +22,6 @@ list of pages, which `page_lists` makes where the cache has pages. Nothing is re
 so that calls can be captured in CUDA graphs.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -328,7 +327,7 @@ def by_rows(
     ends = (limit - rows * block).clamp(0, block).masked_fill(is_none, 0).sum(-1)
     ends = ends.reshape(-1, 1)
     # The last block may not be whole: pages are then parts of blocks.
-    size = math.gcd(block, seqlen_k % block)
+    size = _gcd(block, seqlen_k % block)
     factors = _page_factors(k, v)
     numbers = rows * (block * factors[2])
     if size < block:
@@ -416,7 +415,16 @@ def _strides(x: Tensor) -> list[int]:
 
 
 def _unit(x: Tensor) -> int:
-    return math.gcd(*_strides(x)) or 1
+    return _gcd(*_strides(x)) or 1
+
+
+def _gcd(*numbers: int) -> int:
+    """As `math.gcd`, of sizes that may be symbols of a compiled graph."""
+    found = 0
+    for number in numbers:
+        while number:
+            found, number = number, found % number
+    return found
 
 
 def _pages(x: Tensor, size: int, factors: list[int]) -> Tensor:
