@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -32,10 +33,23 @@ def generated(
     """Tokens of a model, their logits [steps, batch, vocab], and how far apart the best two are at
     the step where they are nearest."""
     options |= {"output_logits": True, "return_dict_in_generate": True}
-    output = model.generate(**prompts, **options)
+    with stable_choices():
+        output = model.generate(**prompts, **options)
     logits = torch.stack(output.logits)
     best = logits.topk(2).values
     return output.sequences, logits, (best[..., 0] - best[..., 1]).min().item()
+
+
+@contextmanager
+def stable_choices() -> Iterator[None]:
+    """An index of transformers takes the first of equal scores, as topk of torch does not."""
+
+    def topk(x: Tensor, k: int, dim: int = -1) -> Any:
+        values, slots = x.sort(dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((values.narrow(dim, 0, k), slots.narrow(dim, 0, k)))
+
+    with mock.patch.object(torch.Tensor, "topk", topk):
+        yield
 
 
 def greedy(num_tokens: int) -> dict[str, Any]:

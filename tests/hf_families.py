@@ -78,6 +78,7 @@ class Family:
     options: dict[str, Any]
     plain_attention: str = "sdpa"  # eager where sdpa lacks what the model needs: softcap, sinks
     auto: str = "AutoModelForCausalLM"
+    is_padded: bool = True  # prompts of different lengths may be one batch
 
     @property
     def exists(self) -> bool:
@@ -85,7 +86,7 @@ class Family:
         return hasattr(transformers, self.config)
 
 
-def _family(config: str, *options: dict[str, Any], **fields: str) -> Family:
+def _family(config: str, *options: dict[str, Any], **fields: Any) -> Family:
     merged = {key: value for option in options for key, value in option.items()}
     return Family(config, merged, **fields)
 
@@ -236,6 +237,46 @@ HYBRIDS: dict[str, Family] = {
 }
 
 
+# The number of keys that a query attends to: far below what the tests' prompts have.
+TOPK = 8
+_INDEX = {"index_topk": TOPK, "index_n_heads": 8, "index_head_dim": 16}
+_THREE_LAYERS = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
+_OTHER_LATENTS = {
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 20, "kv_lora_rank": 24},
+    **{"head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+}
+
+# Of these an index chooses the keys of each query.
+CHOOSING: dict[str, Family] = {
+    "A.X K2": _family("AXK2Config", _LATENTS, _ROUTED_EXPERTS, _INDEX),
+    "DeepSeek-V3.2": _family(
+        "DeepseekV32Config", _LATENTS, _ROUTED_EXPERTS, _INDEX, {"rope_parameters": _YARN}
+    ),
+    "dots3": _family(
+        "Dots3NoteTextConfig",
+        _LATENTS,
+        _ROUTED_EXPERTS,
+        _INDEX,
+        _WINDOW,
+        {
+            "head_dim": 24,
+            "layer_types": ["indexed_attention", "sliding_attention"],
+            "per_layer_config": {1: _OTHER_LATENTS},
+        },
+    ),
+    "GLM-5": _family("GlmMoeDsaConfig", _LATENTS, _ROUTED_EXPERTS, _INDEX, _THREE_LAYERS),
+    "MiniMax-M3": _family(
+        "MiniMaxM3VLTextConfig",
+        _HEADS_OF_16,
+        _LOCAL_EXPERTS,
+        {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 3},
+        {"layer_types": ["full_attention", "minimax_m3_sparse"], "rotary_dim": 8},
+        {"dense_intermediate_size": 96, "shared_intermediate_size": 48},
+        is_padded=False,
+    ),
+    "HunYuan 4": _eager("HYV4Config", _LATENTS, _ROUTED_EXPERTS, _INDEX, _THREE_LAYERS),
+}
+
 # Of these the attention is code of their own, and their weights are not split.
 OWN_ATTENTION: dict[str, Family] = {
     "BLOOM": _eager("BloomConfig"),
@@ -267,11 +308,6 @@ REFUSED: tuple[Refusal, ...] = (
         "states are kept in a cache of the model's own class",
         "takes only a cache of the class",
         {"MiniMax-01": _eager("MiniMaxConfig", _LOCAL_EXPERTS)},
-    ),
-    Refusal(
-        "an index chooses the keys of each query",
-        _KINDS_OF_LAYERS,
-        {"DeepSeek-V3.2": _eager("DeepseekV32Config"), "GLM-5": _eager("GlmMoeDsaConfig")},
     ),
     Refusal(
         "the attention computes with the cached keys in code of its own",
@@ -338,13 +374,14 @@ REFUSED: tuple[Refusal, ...] = (
 _LATER = no_longer_refused(REFUSED)
 # Those whose weights can be split.
 FAMILIES_TO_SPLIT: dict[str, Family] = {
-    name: x for name, x in (WORKING | HYBRIDS | _LATER).items() if x.exists
+    name: x for name, x in (WORKING | HYBRIDS | CHOOSING | _LATER).items() if x.exists
 }
 
 
 def sizes_of_tensor_groups(name: str, world_size: int) -> list[int]:
     """Every tensor_parallel_size that divides the world and the heads that it divides."""
-    heads = {"GPT-BigCode": 1, **dict.fromkeys((*LATENT, *_LATER, "Kimi Linear"), 4)}.get(name, 2)
+    of_4 = dict.fromkeys((*LATENT, *CHOOSING, *_LATER, "Kimi Linear"), 4)
+    heads = {"GPT-BigCode": 1, **of_4, "dots3": 2, "MiniMax-M3": 2}.get(name, 2)
     return [n for n in (1, 2, 4) if world_size % n == 0 and heads % n == 0]
 
 

@@ -32,11 +32,13 @@ SERVED = {
     ),
     "refused: latents": (
         *("AXK1ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
-        *("Glm4MoeLiteForCausalLM", "KimiLinearForCausalLM", "LongcatFlashForCausalLM"),
+        *("DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"),
+        *("KimiLinearForCausalLM", "LongcatFlashForCausalLM"),
     ),
     "not listed": (
-        *("BambaForCausalLM", "BioGptForCausalLM", "BitNetForCausalLM", "Dots1ForCausalLM"),
-        *("HeliumForCausalLM", "Lfm3ForCausalLM", "MinistralForCausalLM"),
+        *("AXK2ForCausalLM", "BambaForCausalLM", "BioGptForCausalLM", "BitNetForCausalLM"),
+        *("Dots1ForCausalLM", "Dots3NoteForCausalLM", "HYV4ForCausalLM", "HeliumForCausalLM"),
+        *("Lfm3ForCausalLM", "MiniMaxM3VLForCausalLM", "MinistralForCausalLM"),
         *("Mistral4ForCausalLM", "MptForCausalLM", "PersimmonForCausalLM"),
         *("XGLMForCausalLM", "YoutuForCausalLM"),
     ),

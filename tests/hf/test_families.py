@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from generations import generated, left_padded
 from hf_families import (
+    CHOOSING,
     HYBRIDS,
     OWN_ATTENTION,
     REFUSED,
@@ -40,6 +41,7 @@ from hf_refusal import Refusal
 from tree_attention import BlockCyclic, hf
 from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache.build import state_kinds
+from tree_attention.hf.cache.chosen_keys import BlockLayer, IndexedLatentLayer
 from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.cache.latent import LatentLayer
 from tree_attention.hf.cache.window import WindowLayer
@@ -61,11 +63,11 @@ GREEDY = {
 MAX_PADDING = 9
 assert PROMPT_LENGTH - MAX_PADDING > WINDOW
 
-FAMILIES = WORKING | HYBRIDS | OWN_ATTENTION
+FAMILIES = WORKING | HYBRIDS | CHOOSING | OWN_ATTENTION
 REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.families}
 
 # One rank alone: quick for a family of each kind of cache.
-KINDS_OF_CACHE = ("Llama", "Mistral", "GPT-OSS", "DeepSeek-V3", "Jamba")
+KINDS_OF_CACHE = ("Llama", "Mistral", "GPT-OSS", "DeepSeek-V3", "DeepSeek-V3.2", "Jamba")
 
 # Those of which most checkpoints are in use, and one of each kind of cache.
 QUICK = (*KINDS_OF_CACHE, "Qwen3", "Qwen3-MoE", "Qwen3-Next", "Gemma 3", "Phi-3", "OLMo 3")
@@ -76,15 +78,16 @@ CASES = tiers_of(
 )
 
 
-def _prompts() -> dict[str, Tensor]:
+def _prompts(family: Family) -> dict[str, Tensor]:
     """Three, padded on the left to one length."""
-    return left_padded(VOCAB_SIZE, PROMPT_LENGTH, (0, MAX_PADDING, 4), seed=4)
+    paddings = (0, MAX_PADDING, 4) if family.is_padded else (0, 0, 0)
+    return left_padded(VOCAB_SIZE, PROMPT_LENGTH, paddings, seed=4)
 
 
 @cache
 def _expected(name: str) -> tuple[Tensor, Tensor, float]:
     """What transformers generates, and a check that it is not one token over and over."""
-    tokens, *others = generated(make_model(FAMILIES[name]), _prompts(), **GREEDY)
+    tokens, *others = generated(make_model(FAMILIES[name]), _prompts(FAMILIES[name]), **GREEDY)
     assert len(tokens[:, PROMPT_LENGTH:].unique()) >= NUM_TOKENS // 2
     return tokens, *others
 
@@ -94,7 +97,7 @@ def _generate(
 ) -> None:
     # With blocks of 4 every rank holds some slots of the prompt, and the ranks' shares are uneven.
     model = hf.enable(make_model(FAMILIES[name]), layout=BlockCyclic(world_size, 4))
-    output = model.generate(**_prompts(), **GREEDY)
+    output = model.generate(**_prompts(FAMILIES[name]), **GREEDY)
     assert isinstance(output[CACHE_NAME], hf.TreeCache)
     assert torch.equal(output.sequences, tokens)
     # Far less than what would change a token: none was equal by chance.
@@ -119,18 +122,25 @@ def test_refused_with_the_reason(name: str) -> None:
     _skip_unless_known(name, family.exists)
     model = make_model(family)
     if not refusal.applies:
-        expected = model.generate(**_prompts(), max_new_tokens=NUM_TOKENS, do_sample=False)
-        found = hf.enable(model).generate(**_prompts(), max_new_tokens=NUM_TOKENS, do_sample=False)
+        arguments = {**_prompts(family), "max_new_tokens": NUM_TOKENS, "do_sample": False}
+        expected = model.generate(**arguments)
+        found = hf.enable(model).generate(**arguments)
         assert torch.equal(found, expected)
         return
     with pytest.raises(
         (ValueError, NotImplementedError, hf.WrongAttentionError), match=refusal.says
     ):
-        hf.enable(model).generate(**_prompts(), max_new_tokens=1)
+        hf.enable(model).generate(**_prompts(family), max_new_tokens=1)
 
 
 # What the page calls layers of a cache, and parameters and children of attention.
-_LAYERS = {TreeCacheLayer: "keys", WindowLayer: "windows", LatentLayer: "latents"}
+_LAYERS = {
+    TreeCacheLayer: "keys",
+    WindowLayer: "windows",
+    LatentLayer: "latents",
+    IndexedLatentLayer: "latents with an index",
+    BlockLayer: "keys with an index",
+}
 _PACKED = {"qkv_proj", "query_key_value", "c_attn"}
 
 

@@ -103,6 +103,19 @@ def _by_rows(_: str, world_size: int) -> Iterator[Options]:
     yield {"layout": BlockCyclic(world_size, 4), "prefill_chunk_size": 16}
 
 
+def _whole_in_any_layout(_: str, world_size: int) -> Iterator[Options]:
+    """Prompts that are not split, of shares that are even, uneven, and of one rank alone."""
+    uneven = (0, *(10 + 5 * rank for rank in range(1, world_size)))
+    layouts: list[ShardLayout | None] = [
+        BlockCyclic(world_size, 4),
+        None,
+        Contiguous((*uneven, 100)),
+        ContiguousThenCyclic((0, *[20] * (world_size - 1), 30), 2),
+    ]
+    for layout, size in product(layouts, (None, 16)):
+        yield {"layout": layout, "prefill_chunk_size": size}
+
+
 def _read_in_any_way(_: str, world_size: int) -> Iterator[Options]:
     return ways_to_read(BlockCyclic(world_size, 4))
 
@@ -194,6 +207,9 @@ WINDOWS = [x for x in SPLIT_PROMPTS if SPLIT_PROMPTS[x].options.get("sliding_win
 assert len(WINDOWS) > 8
 UNEVEN = [f"uneven {name}" for name in split_models.FAMILIES]
 ALL_OPERATIONS = [x for x in OPERATIONS if x not in ("even", "chunks", "enabled assistant")]
+CHOOSING = [name for name, x in hf_families.CHOOSING.items() if x.exists]
+UNPADDED = {name for name, x in hf_families.CHOOSING.items() if not x.is_padded}
+OF_CHOSEN = ("beams", "sampling", "lookup", "embeddings", "copied model")
 CROPPING = ("beams", "lookup", "enabled assistant")
 
 TABLE: dict[str, Row] = {
@@ -262,6 +278,23 @@ TABLE: dict[str, Row] = {
         [["llama", "gemma2", "deepseek"]], _by_rows, ((3, 2, 1),), ((2, 1, 3),),
         operations=("kept",), caches=("growing", "fixed"), num_tokens=20, small_windows=True,
     ),
+    "chosen keys": Row(
+        [CHOOSING], _by_rows, (2,), (1, 3, 4), caches=("growing", "fixed"), num_tokens=12
+    ),
+    "chosen keys, layouts": Row(
+        [["DeepSeek-V3.2", "MiniMax-M3"]], _whole_in_any_layout, (3,), (1, 2, 4)
+    ),
+    "chosen keys, operations": Row(
+        [["GLM-5", "MiniMax-M3"]], _by_rows, (2,), (1, 3, 4), OF_CHOSEN, ("growing", "fixed")
+    ),
+    "chosen keys, 8 bits": Row(
+        [["DeepSeek-V3.2"]], _by_rows, (2,), (1, 3), caches=("int8",), num_tokens=12
+    ),
+    "chosen keys, weights": Row([CHOOSING], _split_weights, (2,)),
+    "chosen keys, checkpoints": Row([CHOOSING], _most_tensor_ranks, (2,)),
+    "chosen keys, kept": Row(
+        [CHOOSING], _by_rows, ((2, 1, 3),), ((3, 2, 1),), ("kept",), ("growing", "fixed"), 12
+    ),
     "kept, 8 bits": Row(
         [["gemma2"]], _by_rows, deep=((2, 1, 3),), operations=("kept",),
         caches=("int8", "fixed int8"), num_tokens=20, small_windows=True,
@@ -295,7 +328,10 @@ def make_model(family: str) -> Any:
 def _prompts(case: Case) -> dict[str, Tensor]:
     known = case.family in hf_models.CONFIGS or case.family.startswith("uneven ")
     size = hf_models.VOCAB_SIZE if known else hf_families.VOCAB_SIZE
-    return left_padded(size, PROMPT_LENGTH, OPERATIONS[case.operation][0], seed=11)
+    paddings = OPERATIONS[case.operation][0]
+    if case.family in UNPADDED:
+        paddings = (0,) * len(paddings)
+    return left_padded(size, PROMPT_LENGTH, paddings, seed=11)
 
 
 def _longer(prompts: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:

@@ -12,8 +12,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from ..exchange import all_merge_states
+from ..ops import lean_decode
+from ..patterns import by_rows
 from ..weights.mesh import Mesh
 from ..weights.split import mesh_of, own_heads
+from .cache.chosen_keys import NEEDS_CACHE, BlockChoice, Choice
 from .cache.growing import KVShard, TreeCacheLayer, as_autocast
 from .cache.latent import LatentLayer, attend_to_latents
 from .cache.prefix import Prefix
@@ -32,7 +35,7 @@ _IN_PARTS = "ALiBi where the padding mask of a row has a hole: generate from eac
 # Keyword arguments that change the result of attention and have no counterpart in the operator.
 _UNSUPPORTED_KEYWORDS = (
     *("position_bias", "alibi", "head_mask", "cu_seq_lens_q", "block_table"),
-    *("indices", "block_indices", "sinks"),  # the keys that an index chose; a sink of each token
+    "sinks",  # a sink of each token
 )
 
 
@@ -47,6 +50,8 @@ def tree_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    indices: Any = None,
+    block_indices: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attends to the keys of a `TreeCache` on all its ranks, or to plain tensors on this one alone.
@@ -56,8 +61,10 @@ def tree_attention_forward(
     attention weights. In a split forward pass the tokens are this rank's. If the model's weights
     are split, the returned heads are this rank's. `s_aux [num_heads_q]` are attention sinks, scores
     in the softmax's denominator alone. `alibi_slopes [num_heads_q]` are as in `lean_decode`.
+    `indices` and `block_indices` are what an index chose among the keys of a `TreeCache`.
     """
     ranges = _checked(query, attention_mask, dropout, kwargs)
+    rows = _chosen_rows(indices, block_indices, ranges)
     query = as_autocast(query)
     if not isinstance(key, KVShard):
         key, value = as_autocast(key), as_autocast(value)
@@ -81,13 +88,14 @@ def tree_attention_forward(
         layer = key.layer
         if mesh is not None:
             _check_place(layer.shard, mesh)
-        attend = functools.partial(
-            _over_shard, ranges=ranges, out_dtype=out_dtype, keywords=keywords
-        )
+        options: dict[str, Any] = {"ranges": ranges, "out_dtype": out_dtype, "keywords": keywords}
         if mesh is not None and own is not None:
-            attend = functools.partial(attend, counts=mesh.head_counts(query.shape[1]))
+            options["counts"] = mesh.head_counts(query.shape[1])
+        attend: Any = functools.partial(_over_shard, **options)
+        if rows is not None:
+            attend = functools.partial(_over_chosen, rows=rows, own=own, **options)
         if isinstance(layer, LatentLayer):
-            o, lse = attend_to_latents(module, query, layer, attend, own)
+            o, lse = attend_to_latents(module, query, layer, attend, own, rows is not None)
         else:
             o, lse = attend(query, layer, own is not None)
     if s_aux is not None:
@@ -182,6 +190,66 @@ def _parts_of_prefix(
         keywords["key_layout"] = place[0].key_layout(place[1])
     parts = parts_of(keys, values, ranges.local(*place), keywords, ranges)
     return [part._replace(is_common=True) for part in parts]
+
+
+def _chosen_rows(indices: Any, block_indices: Any, ranges: KeyRanges) -> Tensor | None:
+    """The local slots that an index chose, as `Choice` has them; None: every query's range."""
+    if isinstance(block_indices, BlockChoice):
+        return block_indices.choose(ranges).rows
+    for chosen in (indices, block_indices):
+        if chosen is not None and not isinstance(chosen, Choice):
+            raise NotImplementedError(f"tree_attention: {NEEDS_CACHE}")
+    return None if indices is None else indices.rows
+
+
+def _over_chosen(
+    query: Tensor,
+    layer: TreeCacheLayer,
+    is_head_sharded: bool,
+    rows: Tensor,
+    own: tuple[int, int] | None,
+    ranges: KeyRanges,
+    out_dtype: torch.dtype,
+    keywords: dict[str, Any],
+    counts: tuple[int, ...] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to the local slots `rows`, as `Choice` has them, of a layer on all ranks."""
+    _check_layer(layer, ranges)
+    shard, decode = layer.shard, lean_decode
+    keys, values, scales = layer.operands(layer.buffers())
+    keywords, kv_heads = {**keywords, "out_dtype": out_dtype}, keys.shape[1]
+    if rows.shape[1] > 1:  # each head has rows of its own, those of other tensor ranks too
+        rows = rows.narrow(1, shard.column[0] * kv_heads, kv_heads)
+    # With several heads of keys these are sequences here, which ranks cannot divide.
+    is_divided = is_head_sharded and kv_heads == 1
+    if shard.world_size > 1:
+        decode = shard.decode
+        keywords |= {"head_sharded": is_divided, "strategy": shard.strategy}
+        keywords |= {"group": shard.comm, "timeout": shard.timeout}
+        if counts is not None and is_divided:
+            keywords["head_counts"] = counts
+    elif not torch.compiler.is_compiling():
+        shard.comm.check_group("TreeCache")
+    batch, num_heads_q, seqlen_q, _ = query.shape
+    state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1)
+    step, parts = max(1, _MAX_STATE_BYTES // state_bytes), []
+    for tokens in (slice(begin, begin + step) for begin in range(0, seqlen_q, step)):
+        chosen = rows[:, :, tokens]
+        q, k, v, its_ranges, keywords["page_table"] = by_rows(
+            query[:, :, tokens], keys, values, chosen
+        )
+        for name, x in scales.items():
+            _, pages, *_ = by_rows(query[:, :, tokens, :1], x[..., None], x[..., None], chosen)
+            keywords[name] = pages[..., 0]
+        found = decode(q, k, v, its_ranges, **keywords)
+        # From a sequence for each row, head of keys and query.
+        sizes = batch, kv_heads, -1
+        o, lse = (x.squeeze(2).unflatten(0, sizes).transpose(2, 3).flatten(1, 2) for x in found)
+        parts.append((o, lse))
+    o, lse = (torch.cat(x, dim=2) for x in zip(*parts, strict=True))
+    if is_head_sharded and not is_divided:
+        o, lse = (x[:, slice(*own or (None,))] for x in (o, lse))
+    return o, lse
 
 
 def _check_layer(layer: TreeCacheLayer, ranges: KeyRanges) -> None:

@@ -9,8 +9,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..weights.split import mesh_of
-from .cache.build import state_kinds
-from .cache.latent import EXPAND, weight_of
+from .cache.build import has_index, has_indexes, state_kinds
+from .cache.latent import EXPAND, LatentLayer, weight_of
 from .cache.operands import check_taken, no_rows
 from .cache.tree_cache import TreeCache
 from .overrides import is_overridden
@@ -27,7 +27,8 @@ def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> b
     """
     check_layers("enable", model, cache)
     _check_causal(model)
-    _check_latents(model, cache.kv_dtype)
+    _check_latents(model, cache)
+    _check_indexers(model, cache)
     _check_keys(model, cache.kv_dtype)
     for module in model.modules():
         is_replaced = "forward" in vars(module) and not is_overridden(module, "forward")
@@ -87,29 +88,48 @@ def _check_causal(model: PreTrainedModel) -> None:
             )
 
 
-def _check_latents(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
+def _check_indexers(model: PreTrainedModel, cache: TreeCache) -> None:
+    """Raises ValueError unless each layer that chooses keys has the index that does."""
+    found = {x.layer_idx for x in model.modules() if getattr(x, "indexer", None) is not None}
+    missing = [i for i, x in enumerate(cache.layers) if has_index(x) and i not in found]
+    if missing:
+        raise ValueError(
+            f"enable: layer {missing[0]} of this {type(model).__name__} has no indexer, and its "
+            "configuration says that it chooses keys; set layer_types and indexer_types of "
+            "model.config to those of the layers that run"
+        )
+
+
+def _check_latents(model: PreTrainedModel, cache: TreeCache) -> None:
     """Refuses a model with multi-head latent attention in a form that is not known, or with rows
     that the operator, as `kv_dtype`, does not take on the model's device."""
-    if getattr(model.config, "kv_lora_rank", None) is None:
+    layers = [layer for layer in cache.layers if isinstance(layer, LatentLayer)]
+    if not layers:
         return
-    name = type(model).__name__
+    name, kv_dtype = type(model).__name__, cache.kv_dtype
     modules: list[Any] = [x for x in model.modules() if hasattr(type(x), EXPAND)]
     if not modules:
         raise ValueError(
             f"enable: {name} has multi-head latent attention (kv_lora_rank "
-            f"{model.config.kv_lora_rank}), and no module of it has {EXPAND}, where latents come "
+            f"{layers[0].kv_lora_rank}), and no module of it has {EXPAND}, where latents come "
             f"from the cache; transformers >= 5.17 is needed, got {transformers.__version__}"
         )
     weight, *_ = [weight_of(module) for module in modules]
-    dtype, device, module = weight.dtype, weight.device, modules[0]
-    width = module.kv_lora_rank + module.qk_rope_head_dim
-    rows, _, scales = no_rows((width, 0), dtype, kv_dtype, device)
-    what = f"enable: {name} caches latents of {width} columns, which"
-    check_taken(what, dtype, rows, rows[..., : module.kv_lora_rank], scales)
-    columns = module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim
-    made = f"keys of {columns[0]} columns and values of {columns[1]} from latents"
-    what = f"enable: {name} makes {made}, which"
-    check_taken(what, dtype, *no_rows(columns, dtype, None, device))
+    dtype, device = weight.dtype, weight.device
+    for module in {_sizes_of(x): x for x in modules}.values():  # layers may be of several sizes
+        width = module.kv_lora_rank + module.qk_rope_head_dim
+        rows, _, scales = no_rows((width, 0), dtype, kv_dtype, device)
+        what = f"enable: {name} caches latents of {width} columns, which"
+        check_taken(what, dtype, rows, rows[..., : module.kv_lora_rank], scales)
+        columns = module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim
+        made = f"keys of {columns[0]} columns and values of {columns[1]} from latents"
+        what = f"enable: {name} makes {made}, which"
+        check_taken(what, dtype, *no_rows(columns, dtype, None, device))
+
+
+def _sizes_of(module: Any) -> tuple[int, ...]:
+    names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    return tuple(getattr(module, name) for name in names)
 
 
 def _check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
@@ -150,6 +170,8 @@ def _split_obstacle(model: PreTrainedModel) -> str | None:
     for name in ("position_ids", "logits_to_keep"):
         if name not in parameters:
             return f"its forward takes no {name}"
+    if has_indexes(model.config):
+        return "an index chooses the keys of each token"
     kind = rope_of_all_positions(model.config)
     if kind is not None:
         return f"its rotary embedding, {kind!r}, depends on all positions of a chunk"

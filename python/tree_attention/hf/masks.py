@@ -16,6 +16,7 @@ from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from ..sharding import ShardLayout
+from .cache.chosen_keys import SeenKeys
 from .cache.token_split import current_token_split
 
 _NO_RANGE = (
@@ -33,6 +34,10 @@ HOLE_BESIDE_STATES = (
     "for tokens; give the batch texts of one length, or generate from each row alone"
 )
 
+_PADDED = (
+    "{} chooses blocks of cache slots, which left padding shifts, also in transformers; run "
+    "prompts of different lengths one by one"
+)
 _WIDTH = "the padding mask must have shape [batch, cached + new tokens]"
 
 
@@ -78,6 +83,11 @@ class KeyRanges:
     def to(self, _: torch.dtype) -> "KeyRanges":  # MPT makes a mask of bool
         return self
 
+    def __getitem__(self, key: Any) -> SeenKeys:  # an indexer takes the mask of one head
+        if key[:2] != (slice(None), 0) or any(x != slice(None) for x in key[2:]):
+            raise TypeError(f"tree_attention: an attention mask is a KeyRanges here, got [{key}]")
+        return SeenKeys(self)
+
     def local(self, layout: ShardLayout, rank: int, dropped: int = 0) -> Tensor:
         """The ranges in local slots of `rank`, counted from the one with the number `dropped`."""
         # This is `layout.local_range` for the begins and the ends in one call: the local begin is
@@ -106,6 +116,19 @@ class KeyRanges:
         """The ranges in slots of unsharded keys, which begin with slot `kv_offset + dropped`."""
         first = self.kv_offset + dropped
         return self._once((first,), lambda: (self.ranges - first).clamp_(min=0))
+
+    def check_not_padded(self, name: str) -> None:
+        """Raises NotImplementedError where a row has padding before its first token."""
+        if not _holds((self.ranges[..., 0] == 0).all(), _PADDED.format(name), waits=True):
+            raise NotImplementedError(f"tree_attention: {_PADDED.format(name)}")
+
+    def key_slots(self, layout: ShardLayout, rank: int) -> Tensor:
+        """The global slots of all keys of `rank`, int32, computed once for all layers."""
+
+        def slots() -> Tensor:
+            return layout.local_slots(rank, 0, self.kv_length).to(self.ranges.device)
+
+        return self._once(("slots", layout, rank), slots)
 
     def in_ring(
         self, layout: ShardLayout, rank: int, keys: Tensor, size: int

@@ -28,9 +28,10 @@ class CacheOptions(TypedDict, total=False):
         timeout: seconds after which a lost rank becomes an `ExchangeError`.
         deterministic: see `tree_decode`: with a number of slots, for example 4096, which is then
             also the block of the default layout, attention has the same bits on every number of
-            ranks. Not for latents, and for layers with a sliding window with `max_length` only.
-            Generation on the CPU has the same bits then, if the rest of the model has them: with
-            as many threads for each rank. Prompts are "replicated", and weights whole.
+            ranks. Not for latents or an index that chooses keys, and for layers with a sliding
+            window with `max_length` only. Generation on the CPU has the same bits then, if the rest
+            of the model has them: with as many threads for each rank. Prompts are "replicated", and
+            weights whole.
     """
 
     kv_dtype: Literal["int8", "fp8"] | None

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models whose attention is code of their own in transformers: BLOOM, MPT and XGLM.
+"""Models whose attention is code of their own in transformers: BLOOM, MPT and XGLM; and the index
+of MiniMax-M3.
 
 Their attention modules call no attention function that could be chosen, so the forward of each one
 is replaced by one that makes the same queries, keys and values and calls ours. Everything around
@@ -7,6 +8,7 @@ them stays transformers'.
 """
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from ..positions import alibi_slopes
 from .attention import tree_attention_forward
+from .cache.chosen_keys import BlockChoice, BlockLayer, IndexQuery
 from .release import CACHE_NAME
 
 
@@ -82,6 +85,30 @@ def _xglm_forward(
     return self.out_proj(o), None
 
 
+def choose_blocks(
+    original: Any,
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    cache: Any,
+    position_ids: Tensor,
+) -> Any:
+    """Takes the place of the forward of an indexer in `INDEXERS`, over the ranks of a TreeCache."""
+    layer = None if cache is None else cache.layers[self.layer_idx]
+    if not isinstance(layer, BlockLayer):
+        return original(hidden_states, position_embeddings, cache, position_ids)
+    rotate: Any = inspect.getmodule(type(self))
+    cos, sin = (x[..., : self.head_dim] for x in position_embeddings)
+    q = self.q_norm(_by_head(self.q_proj(hidden_states), self.head_dim))
+    k = self.k_norm(_by_head(self.k_proj(hidden_states), self.head_dim))
+    q, k = rotate.apply_rotary_pos_emb(q, k, cos, sin)
+    layer.append_index_keys(k)
+    numbers = self.topk_blocks, self.block_size, self.local_blocks
+    return BlockChoice(IndexQuery(layer, q, None), *numbers)
+
+
+# By the class of a module that chooses blocks.
+INDEXERS = {"MiniMaxM3VLIndexer"}
 # By the class of the attention module.
 FORWARDS: dict[str, Any] = {
     "BloomAttention": _bloom_forward,

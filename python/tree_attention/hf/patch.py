@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from .cache.latent import EXPAND, expand_unless_sharded
 from .generate import REPLACEMENTS, Setup
 from .overrides import override, restore
-from .own_attention import FORWARDS, own_forward
+from .own_attention import FORWARDS, INDEXERS, choose_blocks, own_forward
 from .prompts.forward import split_forward
 
 # An attribute of an enabled model.
@@ -73,5 +73,7 @@ def _of_attention(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, Call
     for module in model.modules():
         if type(module).__name__ in FORWARDS:
             yield module, "forward", own_forward
+        if type(module).__name__ in INDEXERS:
+            yield module, "forward", choose_blocks
         if hasattr(type(module), EXPAND):
             yield module, EXPAND, expand_unless_sharded

@@ -18,7 +18,12 @@ from .parts import Cut, Range
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENT = "kv_b_proj"
 # Projections into latents that all heads share, and norms of these.
-_SHARED, _SHARED_NORMS = ("q_a_proj", "kv_a_proj_with_mqa"), ("q_a_layernorm", "kv_a_layernorm")
+_SHARED = ("q_a_proj", "kv_a_proj_with_mqa")
+_SHARED_NORMS = ("q_a_layernorm", "kv_a_layernorm", "k_rope_only_layernorm")
+# What chooses the keys of each query, for all heads, and stays whole.
+_INDEXER = "indexer"
+# Queries of each head next to a gate of its output (A.X K2).
+_QUERIES_AND_GATES = "q_gate_proj"
 # A parameter with one score for each query head (GPT-OSS).
 _SINKS = "sinks"
 # Attributes by which modules cut their activations into heads.
@@ -122,7 +127,8 @@ class HeadPlanner:
         module, head_dim, heads = self._module, self._head_dim, self._num_heads_q
         width = heads * head_dim
         if self._is_latent:
-            for name in ("q_b_proj" if _child(module, "q_b_proj") else "q_proj", LATENT):
+            of_latents = (x for x in ("q_b_proj", _QUERIES_AND_GATES) if _child(module, x))
+            for name in (next(of_latents, "q_proj"), LATENT):
                 yield name, [_Block(True, 0, self._outputs(name) // heads)]
         elif _child(module, "q_proj"):
             outputs = self._outputs("k_proj")
@@ -175,24 +181,28 @@ class HeadPlanner:
         own = first + begin, first + end
         axis = axes_of(getattr(module, self._output))[1]
         self._cuts[f"{self._output}.weight"] = Cut(axis, (_times(head_dim, own),))
-        known = {*self._blocks, self._output, *((*_SHARED, *_SHARED_NORMS) * self._is_latent)}
+        known = {*self._blocks, self._output, _INDEXER}
+        if self._is_latent:
+            known |= {*_SHARED, *_SHARED_NORMS}
         others = {name: x for name, x in module.named_children() if name not in known}
-        gates = {  # of each head's output (LFM3)
-            name: x
+        sizes = (1, head_dim)  # one for each head's output (LFM3), or for each column (HunYuan 4)
+        gates = {
+            name: x.out_features // self._num_heads_q
             for name, x in others.items()
-            if type(x) is nn.Linear and x.out_features == self._num_heads_q
+            if type(x) is nn.Linear and x.out_features in [n * self._num_heads_q for n in sizes]
         }
         behind, norms = self._cut_norms({x: others[x] for x in others if x not in gates})
         # After attention it may compute with all heads: a gate of each comes out of the queries'
         # projection (Qwen3-Next), or a norm follows (BitNet).
         queries = () if self._is_latent else self._blocks.get("q_proj", ())
         needs_all = behind or any(block.size == 2 * head_dim for block in queries)
-        # One entry per query head kept after attention.
-        of_heads = [_SINKS] if getattr(module, _SINKS, None) is not None else []
-        for name, gate in gates.items():
-            of_heads += [f"{name}.{own_name}" for own_name, _ in gate.named_parameters()]
-        for name in of_heads:
-            self._cuts[name] = Cut(0, (self._q if needs_all else own,))
+        needs_all |= _QUERIES_AND_GATES in self._blocks
+        # Entries of each query head kept after attention.
+        of_heads = {_SINKS: 1} if getattr(module, _SINKS, None) is not None else {}
+        for name, size in gates.items():
+            of_heads |= {f"{name}.{x}": size for x, _ in others[name].named_parameters()}
+        for name, size in of_heads.items():
+            self._cuts[name] = Cut(0, (_times(size, self._q if needs_all else own),))
         for name, _ in module.named_parameters(recurse=False):
             if name not in self._cuts:
                 raise self._refusal(name, "no such parameter of attention is known")

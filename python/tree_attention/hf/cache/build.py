@@ -11,6 +11,14 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
+from ...deterministic import Blocks
+from .chosen_keys import (
+    BlockLayer,
+    Index,
+    IndexedLatentLayer,
+    StaticBlockLayer,
+    StaticIndexedLatentLayer,
+)
 from .fixed import Progress, StaticLatentLayer, StaticTreeCacheLayer
 from .growing import TreeCacheLayer
 from .latent import LatentLayer
@@ -38,8 +46,16 @@ GO_ON_FROM_A_STATE = {
 }
 # Models whose layers work with transformers' cache for that model alone.
 _OF_THEIR_OWN = {"minimax"}
+# Models with an index that chooses among keys of another form than the layer's own.
+_OTHER_INDEXES = {
+    "deepseek_v4": "keeps compressed keys beside those of its window",
+    "glm5_next_text": "chooses pools of keys, beside layers that keep states",
+    "qwen4_exp_text": "chooses keys in code of its own, beside layers that keep states",
+}
+# An index chooses the keys of each query, or blocks of them for each head.
+_INDEXED, _BLOCKS = "indexed_attention", "minimax_m3_sparse"
 # Chunked layers work as long as one chunk covers all keys; the mask refuses them after that.
-_KEY_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_KEY_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", _INDEXED, _BLOCKS}
 _LAYER_TYPES = _KEY_LAYERS | _STATE_LAYERS.keys()
 
 
@@ -56,38 +72,61 @@ def new_layers(
     if max_length is not None:
         shard.check_holds(max_length)
         size = Progress(max_length)
-    rank = getattr(config, "kv_lora_rank", None)
-    window: Any = getattr(config, "sliding_window", None)
-    # A ring begins in the middle of a block.
-    is_whole = window is None or (shard.blocks.size > 0 and is_fixed)
     layers: list[Any] = []
-    for kind in _layer_kinds(config):
+    for i, kind in enumerate(_layer_kinds(config)):
+        own = config_of_layer(config, i)
+        rank: Any = getattr(own, "kv_lora_rank", None)
+        window: Any = getattr(own, "sliding_window", None)
+        # A ring begins in the middle of a block.
+        is_whole = window is None or (shard.blocks.size > 0 and is_fixed)
+        arguments = shard, size, kv_dtype
         if kind in _STATE_LAYERS:
-            number = getattr(config, "number_of_conv_states", 1)
+            number = getattr(own, "number_of_conv_states", 1)
             layers.append(_STATE_LAYERS[kind](number_of_states=number))
+        elif kind == _INDEXED and _has_own_index(own, i):
+            indexed = (IndexedLatentLayer, StaticIndexedLatentLayer)[is_fixed]
+            layers.append(indexed(*arguments, kv_lora_rank=rank, index=Index.of(own)))
+        elif kind == _BLOCKS:
+            of_blocks = (BlockLayer, StaticBlockLayer)[is_fixed]
+            layers.append(of_blocks(*arguments, index=Index.of(own)))
         elif rank is not None:
             latents = (LatentLayer, StaticLatentLayer)[is_fixed]
-            layers.append(latents(shard, size, kv_dtype, kv_lora_rank=rank))
+            layers.append(latents(*arguments, kv_lora_rank=rank))
         elif kind == "sliding_attention" and not is_whole:
             ring = (WindowLayer, StaticWindowLayer)[is_fixed]
-            layers.append(ring(shard, size, kv_dtype, window=window))
+            layers.append(ring(*arguments, window=window))
         else:
-            layers.append((TreeCacheLayer, StaticTreeCacheLayer)[is_fixed](shard, size, kv_dtype))
+            layers.append((TreeCacheLayer, StaticTreeCacheLayer)[is_fixed](*arguments))
     if any(keeps_state(layer) for layer in layers):
         for layer in layers:
             layer.is_beside_states = True
     if is_fixed:
         _note_first_allocations(layers)
-    # A matrix product that makes keys of latents may round otherwise for another number of rows.
-    if shard.blocks.size and rank is not None:
-        raise shard.blocks.refusal("TreeCache", "is not supported with latent attention")
-    if shard.blocks.size and any(isinstance(layer, WindowLayer) for layer in layers):
-        raise shard.blocks.refusal(
-            "TreeCache",
-            f"needs a max_length, as the model has layers with a sliding window of {window}, got "
-            "max_length=None",
-        )
+    if shard.blocks.size:
+        _check_blocks(shard.blocks, layers)
     return layers
+
+
+def config_of_layer(config: PreTrainedConfig, number: int) -> Any:
+    """The configuration of one layer, where layers differ in more than their kind."""
+    layers: Any = getattr(config, "per_layer_config", None)
+    return config if layers is None else layers[number]
+
+
+def _check_blocks(blocks: Blocks, layers: list[Any]) -> None:
+    """Refuses layers whose attention depends on more than the blocks."""
+    if any(map(has_index, layers)):
+        raise blocks.refusal("TreeCache", "is not supported with an index that chooses keys")
+    # A matrix product that makes keys of latents may round otherwise for another number of rows.
+    if any(isinstance(layer, LatentLayer) for layer in layers):
+        raise blocks.refusal("TreeCache", "is not supported with latent attention")
+    for layer in layers:
+        if isinstance(layer, WindowLayer):
+            raise blocks.refusal(
+                "TreeCache",
+                f"needs a max_length, as the model has layers with a sliding window of "
+                f"{layer.window}, got max_length=None",
+            )
 
 
 def _note_first_allocations(layers: list[Any]) -> None:
@@ -103,6 +142,11 @@ def _note_first_allocations(layers: list[Any]) -> None:
 def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     """The kind of each layer of a model that can have a `TreeCache`, or ValueError."""
     name, kinds = config.model_type, _kinds_that_run(config)
+    text_name = config.get_text_config(decoder=True).model_type
+    if text_name in _OTHER_INDEXES:
+        raise ValueError(
+            f"TreeCache: {name!r} {_OTHER_INDEXES[text_name]}, which is not spread over ranks yet"
+        )
     # Configurations of several models need not have a number of layers.
     if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
         text = type(config.get_text_config(decoder=True))
@@ -127,9 +171,46 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     elif not _KEY_LAYERS & {*kinds}:
         error = "a layer must have keys to spread over ranks; those of "
         error += f"{name!r} are {', '.join(sorted({*kinds}))}"
+    elif has_indexes(config):
+        error = _obstacle_of_index(config, kinds)
     if error is not None:
         raise ValueError(f"TreeCache: {error}")
     return list(kinds)
+
+
+def _obstacle_of_index(config: PreTrainedConfig, kinds: list[str]) -> str | None:
+    """The reason why the keys that an index chooses cannot be spread over ranks, or None."""
+    name = config.model_type
+    first = next(i for i, kind in enumerate(kinds) if kind in (_INDEXED, _BLOCKS))
+    own = config_of_layer(config, first)
+    fields = ["index_head_dim", "index_n_heads"]
+    if _INDEXED in kinds:
+        fields.append("index_topk")
+    if _BLOCKS in kinds:
+        fields += ["index_topk_blocks", "index_block_size"]
+    for field in fields:
+        value = getattr(own, field, None)
+        if not isinstance(value, int) or value < 1:
+            return f"{field} of {name!r} must be at least 1, got {value!r}"
+    if _INDEXED in kinds and getattr(own, "kv_lora_rank", None) is None:
+        return f"an index must choose among latents; {name!r} has no kv_lora_rank"
+    if _BLOCKS in kinds and own.index_n_heads != own.num_key_value_heads:
+        return (
+            f"the index of {name!r} must choose blocks for each of {own.num_key_value_heads} heads "
+            f"of keys, got index_n_heads={own.index_n_heads}"
+        )
+    if not _has_own_index(own, first):
+        return (
+            f"the first layer of {name!r} with an index must choose keys itself, got indexer_types "
+            f"{config.indexer_types[: first + 1]}"
+        )
+    return None
+
+
+def _has_own_index(config: Any, number: int) -> bool:
+    """Whether a layer chooses keys itself, and does not attend to the choice of one before it."""
+    kinds = getattr(config, "indexer_types", None)
+    return kinds is None or kinds[number] == "full"
 
 
 def state_kinds(config: PreTrainedConfig) -> list[str]:
@@ -146,3 +227,12 @@ def _kinds_that_run(config: PreTrainedConfig) -> list[str] | None:
 
 def keeps_state(layer: Any) -> bool:
     return hasattr(layer, "recurrent_states")
+
+
+def has_indexes(config: PreTrainedConfig) -> bool:
+    """True for a model with layers in which an index chooses the keys of each query."""
+    return bool({_INDEXED, _BLOCKS} & {*(_kinds_that_run(config) or ())})
+
+
+def has_index(layer: Any) -> bool:
+    return isinstance(layer, TreeCacheLayer) and layer.index_columns > 0

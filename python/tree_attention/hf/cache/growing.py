@@ -102,6 +102,8 @@ class TreeCacheLayer(CacheLayerMixin):
     lent = 0  # the number of tokens for which other caches read these buffers
     page_size = 0  # of the pages in which a ring is attended to; 0: the buffers are no ring
     max_length: int | None = None  # of a cache of fixed size
+    index_columns = 0  # of the keys by which an index chooses, where the layer has one
+    index_dtype: torch.dtype | None = None  # of these; None until they come: the dtype of keys
     # The number of layers whose first allocation is as large as this one's, which the first of them
     # compares with the memory that is free. The others have 1.
     allocates_for = 1
@@ -112,6 +114,7 @@ class TreeCacheLayer(CacheLayerMixin):
     value_rows: Tensor  # [batch, num_heads_kv, capacity, head_dim_v]
     k_scale: Tensor  # [batch, num_heads_kv, capacity], with kv_dtype only, like v_scale
     v_scale: Tensor
+    index_keys: Tensor  # [batch, 1, capacity, index_columns], with an index only
 
     def __init__(self, shard: Shard, growth: int, kv_dtype: torch.dtype | None = None) -> None:
         # transformers' own __init__ is not called: it sets `keys` and `values`, properties here.
@@ -241,7 +244,10 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def buffers(self) -> dict[str, Tensor]:
         """All tensors of the layer by the name of the attribute; the axis of the slots is 2."""
-        return {"keys": self.key_rows, "values": self.value_rows, **self.scales()}
+        found = {"keys": self.key_rows, "values": self.value_rows, **self.scales()}
+        if self.index_columns:
+            found["index_keys"] = self.index_keys
+        return found
 
     def hold(self, buffers: Mapping[str, Tensor], dropped: int) -> None:
         """Replaces all buffers by some that begin at the local slot with the number `dropped`."""
@@ -251,6 +257,8 @@ class TreeCacheLayer(CacheLayerMixin):
         self.dropped, self.lent = dropped, 0
         if self.kv_dtype is not None:
             self.k_scale, self.v_scale = buffers["k_scale"], buffers["v_scale"]
+        if self.index_columns:
+            self.index_keys = buffers["index_keys"]
 
     def scales(self) -> dict[str, Any]:
         """The operators' arguments `k_scale` and `v_scale`, where keys have 8 bits."""

@@ -75,14 +75,16 @@ def attend_to_latents(
     layer: LatentLayer,
     attend: Callable[[Tensor, Any, bool], tuple[Tensor, Tensor]],
     own_heads: tuple[int, int] | None,
+    is_chosen: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one module, over all ranks of a layer, with all heads or only with `own_heads`.
 
-    `attend` is called for queries and the layer. Returns `o [batch, num_heads, seqlen_q,
+    `attend` is called for queries and the layer. Where an index `is_chosen` keys of each query,
+    these are few. Returns `o [batch, num_heads, seqlen_q,
     v_head_dim]` and `lse`.
     """
     is_head_sharded, weight = own_heads is not None, weight_of(module)
-    if not _pays_to_expand(module, query, layer):
+    if is_chosen or not _pays_to_expand(module, query, layer):
         o, lse = attend(_absorb(module, query), layer, is_head_sharded)
         return _expand(module, o, weight[slice(*own_heads or (None,))]), lse
     # Columns of keys without a position exist twice: next to the values, and in the keys.

@@ -4,7 +4,8 @@
 Layers that keep all keys share the memory of the sequence: each rank's local slots of the document,
 of which the rows only read. The tokens behind it are rows' own, in buffers that begin inside the
 block of the layout where the document ends, so that the arithmetic of the layout holds for them.
-Layers with a window or a state copy what they keep, which is small.
+Layers with a window or a state copy what they keep, which is small. All layers of a model that
+chooses its keys by an index copy theirs, as rows of one choice must be in one buffer.
 """
 
 import copy
@@ -20,9 +21,11 @@ from .shard import Shard
 from .window import WindowLayer
 
 
-def rows_behind(layer: Any, batch: int) -> Any:
-    """A layer of `batch` rows that begin with the tokens of one, which has one row."""
-    if isinstance(layer, TreeCacheLayer) and not isinstance(layer, WindowLayer):
+def rows_behind(layer: Any, batch: int, is_chosen_from: bool) -> Any:
+    """A layer of `batch` rows that begin with the tokens of one, which has one row; of a model that
+    chooses keys or not."""
+    has_prefix = isinstance(layer, TreeCacheLayer) and not isinstance(layer, WindowLayer)
+    if has_prefix and not is_chosen_from:
         return _behind_prefix(layer, batch)
     new = copy.deepcopy(layer)
     new.reorder_cache(torch.zeros(batch, dtype=torch.int64, device=new.device))

@@ -35,7 +35,8 @@ class TreeCache(StateCache):
     keeps the slots that `layout` gives it, and attention is merged over the group. A slot is a
     position in the cache, left padding included. Layers with a sliding window keep the slots of the
     last window and 128 more, by which `crop` can go back. Of multi-head latent attention it holds
-    latents alone, and `enable` has the model attend to these. Layers that keep a state, as in
+    latents alone, and `enable` has the model attend to these. Where an index chooses the keys of a
+    query, layers keep its keys too, in the model's dtype. Layers that keep a state, as in
     linear attention, are transformers' own, the same on every rank; a cache with such layers cannot
     be cropped. `copy.deepcopy` copies the keys and values and keeps the group, so that a
     common prefix needs to be computed only once.
@@ -180,10 +181,11 @@ class TreeCache(StateCache):
             shared.batch_repeat_interleave(batch)
 
         Local, not collective: each rank makes its part. Attention reads the keys of these tokens
-        once for all rows. Layers with a window or a state copy what they keep. Both caches go on
-        independently, and more may be made. The result can be cropped down to these tokens, to ask
-        again, and `reorder_cache`, `batch_select_indices` and `copy.deepcopy` touch the tokens
-        behind them alone; it cannot be saved, resharded or shared.
+        once for all rows. Layers with a window or a state copy what they keep, as do all layers of
+        a model that chooses its keys by an index. Both caches go on independently, and more may be
+        made. The result can be cropped down to these tokens, to ask again, and `reorder_cache`,
+        `batch_select_indices` and `copy.deepcopy` touch the tokens behind them alone; it cannot be
+        saved, resharded or shared.
 
         Args:
             batch: at least 1.
@@ -229,7 +231,8 @@ class TreeCache(StateCache):
             words = "is not supported, as rows attend to what they share in another call"
             raise self.shard.blocks.refusal("TreeCache.share", words)
         new = copy.copy(self)
-        new.layers = [rows_behind(layer, batch) for layer in self.layers]
+        is_chosen_from = any(layer.index_columns > 0 for layer in self.kv_layers)
+        new.layers = [rows_behind(layer, batch, is_chosen_from) for layer in self.layers]
         new.note_layers()
         return new
 

@@ -157,6 +157,13 @@ def _read_tensors(cache: Saved, path: Path, index: Index) -> None:
             f"TreeCache.load: {path} holds {len(index.layers)} layers, and the model has "
             f"{len(cache.kv_layers)}"
         )
+    for i, (layer, kinds) in enumerate(zip(cache.kv_layers, index.layers, strict=True)):
+        saved = kinds["index_keys"][1][2] if "index_keys" in kinds else 0
+        if saved != layer.index_columns:
+            raise ValueError(
+                f"TreeCache.load: {path} holds index keys of {saved} columns in layer {i}, and "
+                f"the model's have {layer.index_columns}"
+            )
     numbers = [layer.number_of_states for layer in cache.state_layers]
     if len(index.states) != len(numbers) or not all(
         int(name.rsplit(".", 1)[1]) < number
@@ -262,6 +269,8 @@ def _allocate(layer: TreeCacheLayer, first: int, length: int, kinds: Kinds) -> N
         dtype = dtype if saved is None else torch.float32
         return torch.empty((batch, num_heads_kv, 0, head_dim), dtype=dtype, device="cpu")
 
+    if "index_keys" in kinds:
+        layer.index_dtype = kinds["index_keys"][0]
     layer.first, layer.length = first, length
     layer.dropped = layer.shard.count(first)
     layer.lazy_initialization(empty("keys"), empty("values"))
@@ -276,6 +285,8 @@ def _put(
         for name, target in layer.buffers().items():
             target[:, :, places] = part[name]
         return
+    if "index_keys" in part:  # which have no other dtype
+        layer.index_keys[:, :, places] = part["index_keys"]
     keys, values = part["keys"], part["values"]
     if saved is not None:
         keys = keys.float() * part["k_scale"][..., None]

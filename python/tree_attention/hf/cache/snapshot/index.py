@@ -27,7 +27,8 @@ from ..shard import Shard
 T = TypeVar("T")
 
 INDEX = "index.json"
-_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 4
+_FORMAT, _VERSION = "tree_attention.hf.TreeCache", 5
+_READ = 4, 5  # 4 had no keys of an index
 PREFIX = "cache-"
 # The names of the other files in the directory, finished or not.
 _OWN_NAME = re.compile(
@@ -52,6 +53,9 @@ _MODEL_FIELDS = (
     "head_dim",
     "kv_lora_rank",
     "qk_rope_head_dim",
+    "index_head_dim",
+    "index_n_heads",
+    "indexer_types",
     "vocab_size",
     "rope_parameters",
     "layer_types",
@@ -115,19 +119,19 @@ def describe_model(config: PreTrainedConfig) -> dict[str, Any]:
 
 def layers_of(cache: Saved) -> list[dict[str, Any] | None]:
     """The keys and values of all layers but for their slots, in terms of JSON; None before any."""
-    return [
-        {
-            "dtype": str(layer.key_rows.dtype).removeprefix("torch."),
-            "shape": [
-                *layer.key_rows.shape[:2],
-                layer.key_rows.shape[3],
-                layer.value_rows.shape[3],
-            ],
-        }
-        if layer.is_initialized
-        else None
-        for layer in cache.kv_layers
-    ]
+    return [_described(layer) if layer.is_initialized else None for layer in cache.kv_layers]
+
+
+def _described(layer: TreeCacheLayer) -> dict[str, Any]:
+    keys, values = layer.key_rows, layer.value_rows
+    described: dict[str, Any] = {
+        "dtype": str(keys.dtype).removeprefix("torch."),
+        "shape": [*keys.shape[:2], keys.shape[3], values.shape[3]],
+    }
+    if layer.index_columns:
+        dtype = str(layer.index_keys.dtype).removeprefix("torch.")
+        described["index"] = {"dtype": dtype, "columns": layer.index_columns}
+    return described
 
 
 def states_of(layer: Any) -> dict[str, Tensor]:
@@ -235,9 +239,9 @@ def read_index(path: Path, cache: Saved) -> Index:
     try:
         if entries.get("format") != _FORMAT:
             raise ValueError(f"its format is not {_FORMAT!r}")
-        if entries.get("version") != _VERSION:
-            version = reprlib.repr(entries.get("version"))
-            raise ValueError(f"it is of version {version}, and this release reads {_VERSION}")
+        if entries.get("version") not in _READ:
+            version, read = reprlib.repr(entries.get("version")), " and ".join(map(str, _READ))
+            raise ValueError(f"it is of version {version}, and this release reads {read}")
         if entries.get("sha256") != digest_of(entries):
             raise ValueError("it is damaged: its sha256 is not that of the rest")
         _check_model(entries, cache)
@@ -319,6 +323,13 @@ def _parsed_layer(entries: Mapping[str, Any]) -> Kinds:
     }
     if dtype in KV_DTYPES.values():
         kinds |= dict.fromkeys(("k_scale", "v_scale"), (torch.float32, batch_and_heads))
+    if "index" in entries:
+        index = _entry(entries, "index", dict)
+        dtype = _one_of("dtype of an index", index.get("dtype"), _DTYPES)
+        columns = _integer("columns of an index", index.get("columns"))
+        if (batch_and_heads[0] + 1) * (columns + 1) >= _BOUND // 8:
+            raise ValueError(f"an index cannot have {columns} columns")
+        kinds["index_keys"] = dtype, [batch_and_heads[0], 1, columns]
     return kinds
 
 

@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Models in which an index chooses the keys of each query, over keys of the index on all ranks.
+
+`test_families.py` and `test_generations.py` compare their tokens with transformers'. Here is what
+those would miss: whether they can tell attention to all keys, or to those that a rank would choose
+alone, from the right one; ties; messages; and what is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed import on_ranks, run_ranks
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import DynamicCache
+
+from generations import generated, greedy, left_padded
+from hf_families import CHOOSING, TOPK, VOCAB_SIZE, WORKING, Family, make_model
+from questions import DOCUMENT, answers_alone, ask, check_answers, questions_behind
+from tree_attention import BlockCyclic, hf
+from tree_attention.hf import CACHE_NAME
+from tree_attention.hf.cache import chosen_keys
+from tree_attention.hf.cache.snapshot.index import digest_of
+
+LENGTH, NUM_TOKENS = 37, 12
+KNOWN = [name for name, family in CHOOSING.items() if family.exists]
+V32, M3 = "DeepSeek-V3.2", "MiniMax-M3"
+
+if not {V32, M3} <= {*KNOWN}:
+    pytest.skip("this release of transformers lacks these models", allow_module_level=True)
+
+
+def _prompt(length: int = LENGTH, batch: int = 1) -> dict[str, Tensor]:
+    return left_padded(VOCAB_SIZE, length, (0,) * batch, seed=4)
+
+
+def _model(name: str = V32, **changes: Any) -> Any:
+    family = CHOOSING[name]
+    return make_model(Family(**{**vars(family), "options": {**family.options, **changes}}))
+
+
+def _tokens(model: Any, length: int = LENGTH) -> Tensor:
+    return model.generate(**_prompt(length), **greedy(NUM_TOKENS))
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_other_tests_can_tell_attention_to_all_keys(name: str) -> None:
+    """By logits, as well as they compare them."""
+    model = make_model(CHOOSING[name])
+    _, chosen, margin = generated(model, _prompt(), **greedy(NUM_TOKENS))
+    for module in model.modules():
+        for attribute in ("index_topk", "topk_blocks"):
+            if hasattr(module, attribute):
+                setattr(module, attribute, 1000)
+    _, every, _ = generated(model, _prompt(), **greedy(NUM_TOKENS))
+    assert (chosen[0] - every[0]).abs().max() > margin / 10
+
+
+def _choose_alone(scores: Tensor, slots: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    return scores, slots
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", [V32, M3])
+def test_other_tests_can_tell_what_ranks_choose_alone(
+    rank: int, world_size: int, name: str
+) -> None:
+    model = hf.enable(make_model(CHOOSING[name]), layout=BlockCyclic(world_size, 4))
+    _, chosen, margin = generated(model, _prompt(), **greedy(NUM_TOKENS))
+    with mock.patch.object(chosen_keys, "all_merge_topk", _choose_alone):
+        _, alone, _ = generated(model, _prompt(), **greedy(NUM_TOKENS))
+    assert (chosen[0] - alone[0]).abs().max() > margin / 10
+
+
+def _tie(rank: int, world_size: int, tokens: Tensor) -> None:
+    model = _tied()
+    assert torch.equal(_tokens(hf.enable(model, layout=BlockCyclic(world_size, 4))), tokens)
+
+
+def _tied() -> Any:
+    """All scores of its index are 0, and of either sign."""
+    model = _model()
+    for module in model.modules():
+        if hasattr(module, "weights_proj"):
+            module.wk.weight.data.zero_()
+            module.k_norm.bias.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_keys_of_equal_score_are_chosen_by_slot(world_size: int) -> None:
+    tokens, *_ = generated(_tied(), _prompt(), **greedy(NUM_TOKENS))
+    run_ranks(_tie, world_size, tokens)
+
+
+@on_ranks(2)
+def test_nothing_is_exchanged_before_there_is_a_choice(rank: int, world_size: int) -> None:
+    for max_length in (None, 64):
+        model = hf.enable(_model(), layout=BlockCyclic(world_size, 4), max_length=max_length)
+        merge = mock.patch.object(
+            chosen_keys, "all_merge_topk", side_effect=chosen_keys.all_merge_topk
+        )
+        with merge as calls:
+            cache = hf.TreeCache(
+                model.config, layout=BlockCyclic(world_size, 4), max_length=max_length
+            )
+            ids = _prompt(TOPK + 2)["input_ids"]
+            with torch.no_grad():
+                model(ids[:, :-2], **{CACHE_NAME: cache})
+                assert calls.call_count == 0
+                model(ids[:, -2:-1], **{CACHE_NAME: cache})
+        assert calls.call_count == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (V32, "a hole, zeros between ones, around which an index that chooses keys does not see"),
+        (M3, "chooses blocks of cache slots, which left padding shifts"),
+    ],
+)
+@on_ranks(2)
+def test_rows_that_share_a_document(rank: int, world_size: int, name: str, sentence: str) -> None:
+    """They are copies, of which each chooses in its own."""
+    texts, padded = (
+        questions_behind((DOCUMENT,) * 3, sizes, is_common=True) for sizes in ((5, 5, 5), (5, 3, 1))
+    )
+    model = make_model(CHOOSING[name])
+    answers = answers_alone(model, texts)
+    hf.enable(model, layout=BlockCyclic(world_size, 4))
+    cache = hf.TreeCache(model.config, layout=BlockCyclic(world_size, 4))
+    with torch.no_grad():
+        model(texts["input_ids"][:1, :DOCUMENT], **{CACHE_NAME: cache})
+    check_answers(ask(model, texts, **{CACHE_NAME: cache.share(3)}), answers)
+    with pytest.raises(NotImplementedError, match=sentence):
+        ask(model, padded, **{CACHE_NAME: cache.share(3)})
+    assert cache.get_seq_length() == DOCUMENT
+
+
+def test_more_keys_than_the_cache_has_room_for() -> None:
+    model = _model(index_topk=100)
+    tokens = _tokens(model)
+    assert torch.equal(_tokens(hf.enable(model, max_length=LENGTH + NUM_TOKENS)), tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Index keys are kept in the model's dtype, and multiplied in float32."""
+    model = _model().to(dtype)
+    prompt = _prompt()["input_ids"]
+    with torch.no_grad():
+        expected = model(prompt).logits.float()
+        cache = hf.TreeCache(model.config)
+        found = hf.enable(model)(prompt, **{CACHE_NAME: cache}).logits.float()
+    assert cache.layers[0].index_keys.dtype == dtype
+    # One key of another choice may differ by far more in one token: most do not.
+    error = (found - expected).abs().amax(-1)
+    assert error.median() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_index_keys_keep_their_dtype_beside_8_bits(kv_dtype: str, tmp_path: Path) -> None:
+    model = hf.enable(_model())
+    plain, rounded = (hf.TreeCache(model.config, kv_dtype=x) for x in (None, kv_dtype))
+    with torch.no_grad():
+        for cache in (plain, rounded):
+            model(_prompt()["input_ids"], **{CACHE_NAME: cache})
+    first, same = (x.layers[0].index_keys[:, :, :LENGTH] for x in (plain, rounded))
+    assert torch.equal(first, same)
+    plain.save(tmp_path)
+    loaded = hf.TreeCache.load(tmp_path, model.config, kv_dtype=kv_dtype)
+    for layer, same in zip(loaded.layers, plain.layers, strict=True):
+        assert torch.equal(layer.index_keys[:, :, :LENGTH], same.index_keys[:, :, :LENGTH])
+
+
+def test_index_keys_are_counted() -> None:
+    config = _model().config
+    sizes = []
+    for kinds in (["full"] * 3, ["full", "shared", "shared"]):
+        model = hf.enable(_model("GLM-5", indexer_types=kinds))
+        cache = hf.TreeCache(model.config, growth=64)
+        with torch.no_grad():
+            model(_prompt()["input_ids"], **{CACHE_NAME: cache})
+        sizes.append(cache.num_bytes)
+    assert sizes[0] - sizes[1] == 2 * 64 * config.index_head_dim * 4
+
+
+# The operations of an indexer, in order, and others in their place.
+def _scores() -> Any:
+    model = hf.enable(_model())
+    cache = hf.TreeCache(model.config)
+    keys = torch.zeros(1, 1, 3, 32), torch.zeros(1, 1, 3, 8)
+    cache.update(*keys, 0)
+    return cache.update_indexer(torch.zeros(1, 3, 16), 0)
+
+
+Q, WEIGHTS = torch.zeros(1, 3, 8, 16), torch.zeros(1, 3, 1, 8)
+
+
+def _product() -> Any:
+    return torch.matmul(Q, _scores().transpose(-1, -2).float().unsqueeze(1))
+
+
+UNKNOWN: dict[str, Any] = {
+    "torch.sigmoid": lambda: torch.sigmoid(_product()),
+    "torch.nn.functional.softmax": lambda: torch.nn.functional.softmax(_product(), dim=-1),
+    "Tensor.exp": lambda: _product().exp(),
+    "Tensor.transpose": lambda: _scores().transpose(1, 2),
+    "Tensor.unsqueeze": lambda: _scores().unsqueeze(1),
+    "Tensor.topk": lambda: _product().topk(2),
+    "Tensor.mul": lambda: (_product() * 2.0) * 3.0,
+    "torch.matmul": lambda: torch.matmul(WEIGHTS, _product() * 2.0),
+    "Tensor.masked_fill": lambda: (
+        torch.matmul(WEIGHTS, torch.relu(_product()))
+        .squeeze(-2)
+        .masked_fill(torch.zeros(1, 3, 3, dtype=torch.bool), float("-inf"))
+    ),
+    "Tensor.shape": lambda: _product().shape,
+    "torch.Tensor.add": lambda: torch.zeros(1) + _product(),
+}
+
+
+@pytest.mark.parametrize("called", UNKNOWN)
+def test_an_index_that_computes_otherwise_is_refused(called: str) -> None:
+    says = f"the index of 'deepseek_v32' calls {called} where it is not known; transformers "
+    with pytest.raises(NotImplementedError, match=says + transformers.__version__):
+        UNKNOWN[called]()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_without_a_tree_cache(name: str) -> None:
+    says = "an index chooses the keys of this model, and they must be in a TreeCache: call"
+    model = make_model(CHOOSING[name])
+    model.set_attn_implementation("tree_attention")
+    ids = _prompt()["input_ids"]
+    with torch.no_grad():
+        with pytest.raises(NotImplementedError, match=says):
+            model(ids, **{CACHE_NAME: DynamicCache(config=model.config)})
+        with pytest.raises(NotImplementedError, match=says):
+            hf.enable(model).generate(ids, max_new_tokens=2, use_cache=False)
+
+
+def test_padding_of_a_model_that_chooses_blocks() -> None:
+    model, prompts = make_model(CHOOSING[M3]), left_padded(VOCAB_SIZE, LENGTH, (0, 5), seed=4)
+    with pytest.raises(NotImplementedError, match="chooses blocks of cache slots, which left padd"):
+        hf.enable(model).generate(**prompts, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", [V32, M3])
+def test_options_that_are_refused(name: str) -> None:
+    model = make_model(CHOOSING[name])
+    says = "prefill='split' is not possible with .*: an index chooses the keys of each token"
+    with pytest.raises(ValueError, match=says):
+        hf.enable(model, prefill="split")
+    says = "TreeCache: deterministic is not supported with an index that chooses keys"
+    with pytest.raises(ValueError, match=says):
+        hf.enable(model, deterministic=64)
+
+
+FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no keys": (V32, {"index_topk": 0}, "index_topk of 'deepseek_v32' must be at least 1, got 0"),
+    "no heads": (V32, {"index_n_heads": 0}, "index_n_heads of .* must be at least 1, got 0"),
+    "no blocks": (M3, {"index_topk_blocks": 0}, "index_topk_blocks of .* must be at least 1"),
+    "empty blocks": (M3, {"index_block_size": 0}, "index_block_size of .* must be at least 1"),
+    "other heads": (M3, {"index_n_heads": 1}, "for each of 2 heads of keys, got index_n_heads=1"),
+    "nothing to share": (
+        "GLM-5",
+        {"indexer_types": ["shared", "full", "full"]},
+        r"must choose keys itself, got indexer_types \['shared'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_configurations_that_are_refused(case: str) -> None:
+    name, changes, says = FIELDS[case]
+    config = make_model(CHOOSING[name]).config
+    for field, value in changes.items():
+        setattr(config, field, value)
+    with pytest.raises(ValueError, match=f"TreeCache: .*{says}"):
+        hf.TreeCache(config)
+
+
+def test_an_index_of_keys_that_are_no_latents() -> None:
+    config = make_model(WORKING["Llama"]).config
+    config.layer_types = ["indexed_attention"] * 2
+    config.index_topk = config.index_head_dim = config.index_n_heads = 4
+    says = "TreeCache: an index must choose among latents; 'llama' has no kv_lora_rank"
+    with pytest.raises(ValueError, match=says):
+        hf.TreeCache(config)
+
+
+def test_a_layer_without_the_indexer_that_the_configuration_names() -> None:
+    model = _model("GLM-5")
+    model.config.indexer_types = ["full", "full", "full"]
+    with pytest.raises(ValueError, match="layer 1 of this GlmMoeDsaForCausalLM has no indexer"):
+        hf.enable(model)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("DeepseekV4Config", "'deepseek_v4' keeps compressed keys beside those of its window"),
+        ("Glm5NextConfig", "'glm5_next' chooses pools of keys, beside layers that keep states"),
+        ("Qwen4ExpTextConfig", "'qwen4_exp_text' chooses keys in code of its own"),
+        ("Qwen4ExpConfig", "'qwen4_exp' chooses keys in code of its own"),
+    ],
+)
+def test_indexes_of_another_form_are_refused(name: str, says: str) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"this release of transformers has no {name}")
+    with pytest.raises(ValueError, match=f"TreeCache: {says}.*, which is not spread over ranks"):
+        hf.TreeCache(getattr(transformers, name)())
+
+
+def test_layers_that_differ_in_their_configuration() -> None:
+    """Reading what is of each layer from the whole is an error of transformers."""
+    config = copy.deepcopy(make_model(WORKING["Mistral"]).config)
+    config.per_layer_config = {1: {"sliding_window": 5}}
+    assert [layer.window for layer in hf.TreeCache(config).layers] == [
+        config.per_layer_config[0].sliding_window,
+        5,
+    ]
+
+
+@pytest.mark.parametrize("max_length", [None, 64])
+def test_a_pass_interrupted_before_its_index_keys(max_length: int | None) -> None:
+    model = hf.enable(_model())
+    ids = _prompt()["input_ids"]
+    caches = [hf.TreeCache(model.config, max_length=max_length) for _ in range(2)]
+    stopped = mock.patch.object(
+        chosen_keys.IndexedLatentLayer, "update_indexer", side_effect=KeyboardInterrupt
+    )
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, **{CACHE_NAME: cache})
+        with stopped, pytest.raises(KeyboardInterrupt):
+            model(ids[:, :2], **{CACHE_NAME: caches[0]})
+        assert caches[0].get_seq_length() == LENGTH
+        caches[0].crop(-1)
+        caches[1].crop(-1)
+        logits = [model(ids[:, -1:], **{CACHE_NAME: cache}).logits for cache in caches]
+    assert torch.equal(*logits)
+
+
+def test_index_keys_of_other_shape_or_dtype() -> None:
+    cache = hf.TreeCache(_model().config)
+    keys = torch.zeros(1, 1, 3, 32), torch.zeros(1, 1, 3, 8)
+    with pytest.raises(RuntimeError, match="index keys follow the keys and values of the same tok"):
+        cache.update_indexer(torch.zeros(1, 3, 16), 0)
+    for shape in ((1, 2, 16), (2, 3, 16), (1, 3, 8)):
+        cache.update(*keys, 0)
+        with pytest.raises(ValueError, match=r"takes index keys of shape \[1, 1, 3, 16\], got "):
+            cache.update_indexer(torch.zeros(shape), 0)
+    for layer in range(2):
+        cache.update(*keys, layer)
+        cache.update_indexer(torch.zeros(1, 3, 16), layer)
+    cache.update(*keys, 0)
+    with pytest.raises(ValueError, match=r"holds index keys of torch\.float32, got torch\.bf"):
+        cache.update_indexer(torch.zeros(1, 3, 16, dtype=torch.bfloat16), 0)
+
+
+def _saved(directory: Path) -> Any:
+    model = hf.enable(_model())
+    cache = hf.TreeCache(model.config)
+    with torch.no_grad():
+        model(_prompt()["input_ids"], **{CACHE_NAME: cache})
+    cache.save(directory)
+    return model.config
+
+
+def _edit(directory: Path, change: Any) -> None:
+    file = directory / "index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index | {"sha256": digest_of(index)}))
+
+
+def _drop_index(index: Any) -> None:
+    for layer in index["layers"]:
+        del layer["index"]
+
+
+def _set_columns(columns: Any) -> Any:
+    def change(index: Any) -> None:
+        for layer in index["layers"]:
+            layer["index"]["columns"] = columns
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "no index": (_drop_index, "holds index keys of 0 columns in layer 0, and the model's have 16"),
+    "other columns": (_set_columns(8), "holds index keys of 8 columns in layer 0"),
+    "negative columns": (_set_columns(-1), "columns of an index must be an integer of at least 0"),
+    "many columns": (_set_columns(1 << 62), "an index cannot have"),
+    "other model": (
+        lambda index: index["model"].update(index_head_dim=8),
+        "of another model: its index_head_dim is 8, and that of config 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_saved_index_keys_that_do_not_fit(case: str, tmp_path: Path) -> None:
+    config = _saved(tmp_path)
+    change, says = DAMAGE[case]
+    _edit(tmp_path, change)
+    with pytest.raises(ValueError, match=f"TreeCache.load: .*{says}"):
+        hf.TreeCache.load(tmp_path, config)
+
+
+def test_caches_of_the_version_before_are_read_where_there_is_no_index(tmp_path: Path) -> None:
+    model = hf.enable(make_model(WORKING["DeepSeek-V3"]))
+    cache = hf.TreeCache(model.config)
+    with torch.no_grad():
+        model(_prompt()["input_ids"], **{CACHE_NAME: cache})
+    cache.save(tmp_path)
+
+    def change(index: Any) -> None:
+        index["version"] = 4
+        for field in ("index_head_dim", "index_n_heads", "indexer_types"):
+            del index["model"][field]
+
+    _edit(tmp_path, change)
+    assert hf.TreeCache.load(tmp_path, model.config).get_seq_length() == LENGTH
+
+
+@pytest.mark.parametrize("name", [V32, M3])
+def test_decoding_is_one_graph(name: str) -> None:
+    """Of a cache of fixed size, whose length the host does not know."""
+    torch._dynamo.reset()
+    model, ids = hf.enable(make_model(CHOOSING[name])), _prompt()["input_ids"]
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    caches = [hf.TreeCache(model.config, max_length=64) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, **{CACHE_NAME: cache})
+        for _ in range(3):
+            expected = model(ids[:, :1], **{CACHE_NAME: caches[0]}).logits
+            found = compiled(ids[:, :1], **{CACHE_NAME: caches[1]}).logits
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
