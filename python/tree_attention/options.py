@@ -103,6 +103,16 @@ ATTENTION, LOADING, CACHE, MERGE = "attention", "loading", "cache", "merge"
 _OF_CACHES = {
     "kv_dtype has its meaning": ("kv_cache_dtype", "cache_dtype"),
     "max_length has its meaning": ("max_cache_len", "max_model_len", "max_seq_len"),
+    "leave it out: the cache is split over the ranks of group": (
+        *(
+            "context_parallel_size",
+            "decode_context_parallel_size",
+            "cp_size",
+            "dcp_size",
+            "cp_plan",
+        ),
+        *("world_size", "num_ranks", "ranks"),
+    ),
 }
 _ELSEWHERE: dict[str, dict[str, tuple[str, ...]]] = {
     ATTENTION: {
@@ -117,7 +127,10 @@ _ELSEWHERE: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "leave it out: heads of keys may be fewer than heads of queries": ("enable_gqa",),
     },
-    CACHE: _OF_CACHES,
+    CACHE: _OF_CACHES
+    | {
+        "from_pretrained and parallelize have it": ("tensor_parallel_size", "tp_size", "tp_plan"),
+    },
     LOADING: _OF_CACHES
     | {
         "dtype has its meaning": ("torch_dtype",),
@@ -144,7 +157,8 @@ _ELSEWHERE: dict[str, dict[str, tuple[str, ...]]] = {
         _TRANSFORMERS: (
             *("config", "variant", "subfolder", "gguf_file", "key_mapping", "adapter_kwargs"),
             *("output_loading_info", "state_dict", "ignore_mismatched_sizes", "use_kernels"),
-            *("from_tf", "from_flax"),
+            *("from_tf", "from_flax", "output_attentions", "output_hidden_states", "use_cache"),
+            *("rope_scaling", "rope_parameters", "max_position_embeddings"),
         ),
     },
     MERGE: {},

@@ -55,6 +55,8 @@ def test_dtypes_by_name(dtype: Any, expected: torch.dtype, checkpoint: Path) -> 
         ("force_download", "; give the directory that huggingface_hub.snapshot_download"),
         ("gguf_file", "; transformers has it: load the model with that"),
         ("kv_cache_dtype", "; kv_dtype has its meaning"),
+        ("context_parallel_size", "; leave it out: the cache is split over the ranks of group"),
+        ("output_attentions", "; transformers has it: load the model with that"),
         ("wieghts", r"; did you mean weights\?"),
         ("nothing_of_the_kind", "$"),
     ],
@@ -66,10 +68,24 @@ def test_arguments_of_transformers(name: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name, says",
+    [
+        ("cp_size", "; leave it out: the cache is split over the ranks of group"),
+        ("tensor_parallel_size", "; from_pretrained and parallelize have it"),
+    ],
+)
+def test_arguments_of_parallelism_in_enable(name: str, says: str) -> None:
+    match = rf"enable\(\) got an unexpected keyword argument '{name}'{says}"
+    with pytest.raises(TypeError, match=match):
+        hf.enable(make_model("llama"), **{name: 2})
+
+
+@pytest.mark.parametrize(
     "kind, says, options",
     [
         (ValueError, "attn_implementation must be .*, got 'sdpa'", {"attn_implementation": "sdpa"}),
-        (ValueError, "device must be one of torch, .*, got 'auto'", {"device": "auto"}),
+        (ValueError, "device must be a CPU or CUDA .*, got 'auto'", {"device": "auto"}),
+        (ValueError, "device must be a CPU or CUDA .*, got 'mps'", {"device": "mps"}),
         (TypeError, "token must be a string, True or None, got int$", {"token": 17}),
         (TypeError, "revision must be the name of a branch.*, got 3", {"revision": 3}),
         # Before weights are read, as `enable` says it.
@@ -106,6 +122,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ("a/b/c", "there is no directory a/b/c; give the directory of a checkpoint"),
         ("/nowhere", "there is no directory /nowhere; give the directory of a checkpoint"),
         ("~/nowhere", "there is no directory /.*/nowhere; give"),
+        ("https://hub.example/a/b", "https://hub.example/a/b is an address; give the name alone"),
         (Path("nowhere"), "there is no directory nowhere; .* or, as a string, a name on the Hub"),
     ],
 )

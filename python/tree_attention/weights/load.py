@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 import transformers
@@ -56,13 +57,13 @@ def dtype_of(dtype: object) -> torch.dtype | None:
 
 def device_of(device: torch.device | str | None) -> torch.device:
     """The device that callers of `from_pretrained` name; None: the CPU."""
-    try:
-        return torch.device("cpu" if device is None else device)
-    except RuntimeError:
-        raise ValueError(
-            "from_pretrained: device must be one of torch, such as 'cpu' or 'cuda', got "
-            f"{shown(device)}"
-        ) from None
+    with suppress(RuntimeError):  # of torch, which knows no such name
+        found = torch.device("cpu" if device is None else device)
+        if found.type in ("cpu", "cuda"):
+            return found
+    raise ValueError(
+        f"from_pretrained: device must be a CPU or CUDA device, such as 'cpu', got {shown(device)}"
+    )
 
 
 def check_weights(weights: str | None, device: torch.device) -> None:

@@ -82,6 +82,11 @@ class Source:
         found = Source(name, token, revision)
         if isinstance(path, os.PathLike) and not os.path.isdir(name):
             raise found.missing()
+        if "://" in name and not os.path.isdir(name):
+            raise OSError(
+                f"from_pretrained: {name} is an address; give the name alone that the model has on "
+                "the Hugging Face Hub, such as meta-llama/Llama-3.1-8B"
+            )
         return found
 
     def __str__(self) -> str:
