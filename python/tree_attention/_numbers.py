@@ -35,7 +35,8 @@ def as_integer(value: object) -> int | None:
 
 def as_integers(value: object) -> list[int] | None:
     """The integers in a list, array or tensor of one axis; None if an element is not an integer."""
-    if not isinstance(value, _LISTS) and not _is_tensor(value):
+    is_list = isinstance(value, _LISTS) and not isinstance(value, bytes | bytearray)
+    if not is_list and not _is_tensor(value):
         return None
     if getattr(value, "ndim", 1) != 1:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How much of a model, its cache and its prompts each rank gets, in proportion to some integers.
+"""Shares of a model, its cache and its prompts for each rank, in proportion to some integers.
 
 Shares are a tuple of integers, one for each rank of a group, without a common divisor; None stands
 for equal ones. A rank with a share of 0 gets nothing, and takes part in every exchange.

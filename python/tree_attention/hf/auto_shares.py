@@ -115,7 +115,7 @@ def of_group(group: Group, hosts: Sequence[MeasuredHost]) -> GivenShares:
 
 
 def said(group: Group, shares: Shares, ranks: Sequence[int] | None = None) -> str:
-    """What was measured and taken, in a sentence; `ranks` have other numbers than in the group."""
+    """A sentence on what was measured and taken; `ranks` have other numbers than in the group."""
     numbers = range(len(group.machines)) if ranks is None else ranks
     hosts = ", ".join(
         f"rank {rank} ({machine.name}) {_gigabytes(machine.memory_bandwidth)}"
@@ -150,7 +150,7 @@ def advice(group: Group, hosts: Sequence[MeasuredHost]) -> str:
 
 
 def what_to_do(group: Group, hosts: Sequence[MeasuredHost]) -> str:
-    """What helps where ranks make a token slower."""
+    """Words on what helps where ranks make a token slower."""
     ranks = group.unhelpful
     them = "them" if len(ranks) > 1 else "it"
     if group.form != SPLIT and not group.model.not_split:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How fast the hosts of some ranks read memory and multiply, measured on all of them at once."""
+"""The speed at which hosts of ranks read memory and multiply, measured on all at once."""
 
 import os
 import platform

@@ -39,7 +39,7 @@ class Group:
     tensor_parallel_size: int = 1
 
     def split(self, shares: Shares, rank: int) -> Split:
-        """What one rank holds and sends."""
+        """The part of the model that one rank holds, and what it sends."""
         size, p = self.tensor_parallel_size, len(self.machines)
         return Split(self.model, self.form, p, self.work, shares, rank, size)
 

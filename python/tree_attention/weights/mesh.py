@@ -115,8 +115,8 @@ class Mesh:
         return self._heads(num_heads)[self.context_rank]
 
     def head_counts(self, num_heads: int) -> tuple[int, ...] | None:
-        """How many heads that is for each rank of the context group, as a merge takes it; None:
-        they are split evenly."""
+        """The number of heads of each rank of the context group, as a merge takes it; None: they
+        are split evenly."""
         if self._head_shares is None:
             return None
         return tuple(end - begin for begin, end in self._heads(num_heads))

@@ -182,7 +182,7 @@ def _add_up(mesh: Mesh, module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _of_no_inputs(self: Any, x: Tensor) -> Tensor:
-    """What `Conv1D` says of inputs without columns, whose view of them has no size."""
+    """Computes `Conv1D` of inputs without columns too, whose view in `Conv1D` has no size."""
     result: Tensor = x @ self.weight + self.bias
     return result
 

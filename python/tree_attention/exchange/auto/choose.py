@@ -96,7 +96,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class MeasuredHost:
-    """What one rank's host can do, measured while all ranks were at it."""
+    """Speed and memory of one rank's host, measured while all ranks measured theirs."""
 
     host: str  # its name
     read: float  # bytes of keys and values a second, by `lean_decode`

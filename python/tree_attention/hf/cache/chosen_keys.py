@@ -66,7 +66,7 @@ _HOLE = (
 
 
 class _NoTensor:
-    """What stands for a tensor in an indexer, outside of which nothing can compute with it."""
+    """Stands for a tensor in an indexer, outside of which nothing can compute with it."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
