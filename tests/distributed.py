@@ -78,8 +78,10 @@ def _running_server(rank: int) -> forkserver.ForkServer:
     if seed not in _servers:
         _servers[seed] = forkserver.ForkServer()
         _servers[seed].set_forkserver_preload(_preloaded)
-    # A seed of its own gives sets of strings an order of their own.
+    # A seed of its own gives sets of strings an order of their own. A test that starts the servers
+    # may have set what names a table of costs, which ranks of later tests do not want.
     with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed)):
+        os.environ.pop("TREE_ATTENTION_COSTS", None)
         _servers[seed].ensure_running()
     return _servers[seed]
 
@@ -314,6 +316,7 @@ def _rank_main(pipe: Connection, rank: int, world_size: int) -> None:
         try:
             fn, args, direct = pickle.loads(request)
             fn = getattr(fn, "on_rank", fn)
+            torch.manual_seed(0)  # as before every test; cases may draw more on one rank
             with nullcontext() if direct else through_the_group():
                 answer = True, pickle.dumps(fn(rank, world_size, *args))
         except BaseException:  # whatever it was, it is raised again where pytest sees it

@@ -159,9 +159,7 @@ def squeezed(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_generate_sdpa_refuses_several_processes() -> None:
     with pytest.raises(generate.UsageError, match="--attention sdpa runs in one process"):
-        generate.run(
-            argparse.Namespace(attention="sdpa"), World(rank=0, size=2), torch.device("cpu")
-        )
+        generate.check_world(argparse.Namespace(attention="sdpa"), World(rank=0, size=2))
 
 
 @pytest.mark.parametrize(

@@ -150,11 +150,16 @@ def test_chunked_layers_are_refused_when_they_matter() -> None:
 
 
 @pytest.mark.parametrize(
-    "keyword", ["position_bias", "alibi", "head_mask", "cu_seq_lens_q", "indices", "block_indices"]
+    ("keyword", "sentence"),
+    [
+        *((x, f"{x} is not supported") for x in ("position_bias", "alibi", "head_mask")),
+        ("cu_seq_lens_q", "cu_seq_lens_q is not supported"),
+        *((x, "an index chooses the keys of this model") for x in ("indices", "block_indices")),
+    ],
 )
 @torch.no_grad()
-def test_unknown_terms_are_refused(model: PreTrainedModel, keyword: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"tree_attention: {keyword} is not supported"):
+def test_unknown_terms_are_refused(model: PreTrainedModel, keyword: str, sentence: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"tree_attention: {sentence}"):
         model(**make_prompts(), **{keyword: torch.ones(1)})
 
 
