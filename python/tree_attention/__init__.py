@@ -7,7 +7,8 @@ Which part is for whom:
   `model.generate(...)` runs on all ranks.
 - You write an inference engine: `lean_decode` attends to the keys of one rank, `all_merge_states`
   merges the results of all ranks, and `tree_decode` does both. `append_kv` writes new keys into a
-  cache, `merge_states` merges results in one process, and `AttentionOptions` lists the keyword
+  cache, `merge_states` merges results in one process, `cascade_decode` reads pages that sequences
+  begin with in common once, as `page_groups` finds them, and `AttentionOptions` lists the keyword
   arguments. Where a model chooses its keys, `index_topk` chooses among those of one rank, and
   `all_merge_topk` or `merge_topk` merges choices. `BlockCyclic`, `Contiguous` and
   `ContiguousThenCyclic`, each a `ShardLayout`, say which rank holds which token. A `Communicator`
@@ -32,6 +33,7 @@ from ._loader import __version__, load
 
 if TYPE_CHECKING:
     from .baselines import ring_decode, ring_pass_q_decode
+    from .cascade import cascade_decode, page_groups
     from .decode import tree_decode
     from .exchange import Communicator, ExchangeError, all_merge_states, all_merge_topk
     from .index import index_topk, merge_topk
@@ -55,11 +57,13 @@ __all__ = [
     "all_merge_states",
     "all_merge_topk",
     "append_kv",
+    "cascade_decode",
     "index_topk",
     "lean_decode",
     "lean_schedule",
     "merge_states",
     "merge_topk",
+    "page_groups",
     "reset_workspaces",
     "ring_decode",
     "ring_pass_q_decode",
@@ -68,7 +72,7 @@ __all__ = [
 ]
 
 # The modules that define the names above. Each imports only modules that stand before it here.
-_WITH_NAMES = ("sharding", "options", "ops", "index", "exchange", "decode", "baselines")
+_WITH_NAMES = ("sharding", "options", "ops", "index", "cascade", "exchange", "decode", "baselines")
 _OTHERS = ("hf", "patterns", "positions", "reference")
 
 

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`cascade_decode`: pages that sequences begin with in common are read once.
+
+The mistakes these tests are for: a page that is read twice or by a sequence that has another, keys
+behind a sequence's end in a page that others use, a group that is found too early or not at all,
+positions counted from a group's first page, ids that nothing reads.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import assert_close_to_reference
+from tree_attention import cascade, cascade_decode, lean_decode, page_groups
+from tree_attention.reference import quantise
+
+PAGE = 4
+# Of each sequence the pages in use: two groups, a group in a group, a page at the end of a sequence
+# that others go on from, and sequences of their own.
+TABLES = (
+    (1, 2, 3, 4, 5, 6),
+    (1, 2, 3, 4, 7),
+    (1, 2, 3, 8, 9),
+    (1, 2, 3),
+    (10, 11),
+    (12, 11, 3),
+    (10, 11, 13),
+    (),
+)
+NUM_PAGES = 14
+LEAST = mock.patch.object(cascade, "_LEAST_KEYS_SAVED", 1)
+
+
+def _case(
+    seqlen_q: int = 1, num_ranges: int = 0, by_head: bool = False, seed: int = 0, **options: Any
+) -> tuple[dict[str, Any], list[int]]:
+    """Arguments with NaN in keys that nothing reads, and page ids that nothing may look at."""
+    torch.manual_seed(seed)
+    choice = random.Random(seed)
+    batch, width = len(TABLES), 7
+    q = torch.randn(batch, 8, seqlen_q, 16)
+    k, v = torch.randn(NUM_PAGES, 2, PAGE, 16), torch.randn(NUM_PAGES, 2, PAGE, 12)
+    k[0] = v[0] = torch.nan
+    table = torch.full((batch, width), -7, dtype=torch.int32)
+    ends = []
+    for row, pages in enumerate(TABLES):
+        table[row, : len(pages)] = torch.tensor(pages)
+        ends.append(max(0, len(pages) * PAGE - choice.randrange(PAGE)))
+    if by_head:
+        table = table[:, None].expand(-1, 2, -1).clone()
+    end = torch.tensor(ends)[:, None]
+    shape = batch, seqlen_q
+    begin = torch.randint(0, 4, shape)
+    if num_ranges:
+        cut = torch.minimum(begin + 3, end)
+        ranges = torch.stack((torch.zeros(shape).long(), cut, cut + 2, end.expand(shape)), -1)
+        ranges = ranges.view(*shape, 2, 2)
+    else:
+        ranges = torch.stack((begin, (end - torch.arange(seqlen_q).flip(0)).clamp(min=0)), -1)
+    given = {"q": q, "k": k, "v": v, "key_ranges": ranges.int(), "page_table": table}
+    return given | options, ends
+
+
+def _check(given: dict[str, Any]) -> None:
+    with LEAST, mock.patch.object(cascade, "lean_decode", wraps=lean_decode) as calls:
+        found = cascade_decode(**given)
+    assert calls.call_count == 4  # what is each one's own, and three groups
+    assert calls.call_args_list[0].kwargs["out"][0].shape[0] == len(TABLES)
+    assert_close_to_reference(*found, **given)
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("seqlen_q, num_ranges", [(1, 0), (3, 0), (1, 2), (2, 2)])
+def test_equals_the_reference(seqlen_q: int, num_ranges: int, by_head: bool) -> None:
+    for seed in range(3):
+        _check(_case(seqlen_q, num_ranges, by_head, seed)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_keys_of_8_bits(dtype: torch.dtype) -> None:
+    given, _ = _case()
+    for name in ("k", "v"):
+        given[name], given[f"{name}_scale"] = quantise(given[name].nan_to_num(), dtype)
+        given[f"{name}_scale"][0] = torch.nan
+    _check(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_are_merged_before_they_are_rounded(dtype: torch.dtype) -> None:
+    given, _ = _case(seqlen_q=2, softcap=3.0, softmax_scale=0.2)
+    _check(given | {name: given[name].to(dtype) for name in "qkv"})
+    with LEAST:
+        halves = {name: given[name].to(dtype) for name in "qkv"}
+        o, _ = cascade_decode(**given | halves, out_dtype=torch.float32)
+    assert o.dtype == torch.float32
+
+
+def test_alibi_counts_from_the_first_page() -> None:
+    given, ends = _case(seqlen_q=2)
+    positions = (torch.tensor(ends)[:, None] + torch.arange(2)).long()
+    slopes = {"alibi_slopes": torch.linspace(0.01, 0.3, 8), "query_positions": positions}
+    _check(given | slopes)
+    # Blocks of a layout: its keys are no shift of each other.
+    blocks = given | slopes | {"key_layout": (4, 4, 8)}
+    with LEAST:
+        for x, y in zip(cascade_decode(**blocks), lean_decode(**blocks), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_groups_are_found_in_the_table() -> None:
+    table = torch.full((len(TABLES), 7), -7)
+    for row, pages in enumerate(TABLES):
+        table[row, : len(pages)] = torch.tensor(pages)
+    numbers = [len(pages) for pages in TABLES]
+    with LEAST:
+        groups = {((0, 1, 2, 3), 0, 3), ((0, 1), 3, 4), ((4, 6), 0, 2)}
+        assert {*page_groups(table, numbers, PAGE)} == groups
+        assert {*page_groups(table, [3, 1, *numbers[2:]], PAGE)} == {
+            ((0, 1, 2, 3), 0, 1), ((0, 2, 3), 1, 3), ((4, 6), 0, 2)
+        }  # fmt: skip
+    # What all have in common is short, and what two have is long, from the same page on.
+    long = torch.arange(600).repeat(4, 1)
+    long[2, 2:], long[3, 1:] = 1000, 2000
+    assert page_groups(long, [600] * 4, 1) == (((0, 1), 0, 600),)
+    assert page_groups(long, [500] * 4, 1) == ()
+    assert page_groups(long, [512, 600, 600, 600], 1) == (((0, 1), 0, 512),)
+    assert page_groups(long[:0], [], 1) == ()
+
+
+def test_where_little_is_saved_it_is_lean_decode() -> None:
+    given, _ = _case()
+    for x, y in zip(cascade_decode(**given), lean_decode(**given), strict=True):
+        assert torch.equal(x, y)
+    with LEAST:
+        groups = page_groups(given["page_table"], [6] + [0] * 7, PAGE)
+        for x, y in zip(cascade_decode(**given, groups=groups), lean_decode(**given), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_all_keys_of_the_pages() -> None:
+    k, v = torch.randn(5, 2, PAGE, 16), torch.randn(5, 2, PAGE, 16)
+    table = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 1, 4]]).int()
+    given: dict[str, Any] = {"q": torch.randn(3, 4, 1, 16), "k": k, "v": v, "page_table": table}
+    with LEAST, mock.patch.object(cascade, "lean_decode", wraps=lean_decode) as calls:
+        found = cascade_decode(**given)
+    assert calls.call_count == 2
+    assert_close_to_reference(*found, **given)
+
+
+def _out_of_range(table: Tensor) -> Tensor:
+    table[:4, 1] = NUM_PAGES
+    return table
+
+
+def test_what_is_refused() -> None:
+    given, _ = _case()
+    whole = {name: x for name, x in given.items() if name != "page_table"}
+    with pytest.raises(ValueError, match=r"cascade_decode: page_table is required, as it says whi"):
+        cascade_decode(**whole)
+    with pytest.raises(ValueError, match=r"cascade_decode: num_workers must not be -1"):
+        cascade_decode(**given, num_workers=-1)
+    with pytest.raises(ValueError, match=r"^lean_decode: "):
+        cascade_decode(**given | {"k": given["k"].double()})
+    with LEAST, pytest.raises(ValueError, match="page_table"):
+        cascade_decode(**given | {"page_table": _out_of_range(given["page_table"].clone())})
+    with pytest.raises(TypeError, match="page_groups: page_table must be a tensor"):
+        page_groups([[1]], [1], 4)
