@@ -114,12 +114,21 @@ def draw_problem(rng: Random, *, whole: bool = False) -> Problem:
     )
 
 
+def draw_shares(rng: Random, world_size: int) -> tuple[int, ...] | None:
+    """Shares of ranks, some of which may have none; or equal ones, as None."""
+    if rng.random() < 0.5:
+        return None
+    shares = [rng.choice([0, 1, 1, 2, 3, 7]) for _ in range(world_size)]
+    shares[rng.randrange(world_size)] += 1
+    return tuple(shares)
+
+
 def draw_layout(rng: Random, world_size: int, length: int) -> ShardLayout:
     """A layout with room for `length` slots."""
     bounds = [0, *sorted(rng.randint(0, length) for _ in range(world_size - 1)), length]
     return rng.choice(
         [
-            BlockCyclic(world_size, rng.choice([1, 3, 16, 64])),
+            BlockCyclic(world_size, rng.choice([1, 3, 16, 64]), draw_shares(rng, world_size)),
             Contiguous(tuple(bounds)),
             ContiguousThenCyclic(tuple(b // 2 for b in bounds), rng.choice([1, 4])),
         ]

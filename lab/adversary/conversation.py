@@ -63,7 +63,10 @@ class Conversation:
         weights = rng.choice([None, None, "int8", "int4"]) if tensor_parallel_size else None
         if tensor_parallel_size:
             options["layout"] = draw_layout(rng, size // tensor_parallel_size, ROOM)
-            model = split(name, size, tensor_parallel_size, weights)
+            # Few ones, as every process keeps the models of all of them.
+            unequal = (*range(size // tensor_parallel_size - 1), 3)
+            shares = rng.choice([None, unequal])
+            model = split(name, size, tensor_parallel_size, weights, shares)
             hf.enable(model, **options)
             comm = hf.mesh(model).context_group
         else:

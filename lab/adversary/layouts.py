@@ -115,9 +115,13 @@ def _wrong_call(rng: Random) -> str:
 def _wrong_layout(rng: Random) -> str:
     bad = rng.choice([0, -1, 0.5, 2.0, "2", None, [2], torch.tensor(1.5)])
     bounds = rng.choice([(), (0,), (1, 2), (0, 3, 2), (0, 1.5), (0, None), "01", 3, None, (0, -1)])
+    shares = rng.choice(
+        [(), (1,), (1, 2, 3), (0, 0), (-1, 2), (1, 1025), (1.0, 2), (True, 1), "auto", 3, {1: 2}]
+    )
     makers: list[Any] = [
         lambda: BlockCyclic(bad),
         lambda: BlockCyclic(2, bad),
+        lambda: BlockCyclic(2, 3, shares),
         lambda: Contiguous(bounds),
         lambda: ContiguousThenCyclic(bounds),
         lambda: ContiguousThenCyclic((0, 5), bad),

@@ -85,7 +85,8 @@ def owners(layout: ShardLayout, length: int) -> list[int]:
         dealt: list[int] = []
         while len(dealt) < length:
             for rank in range(layout.world_size):
-                dealt += [rank] * layout.block
+                count = 1 if layout.shares is None else layout.shares[rank]
+                dealt += [rank] * (count * layout.block)
         return dealt[:length]
     assert isinstance(layout, Contiguous | ContiguousThenCyclic)
     prefilled: list[int] = []

@@ -69,18 +69,32 @@ def whole(name: str) -> PreTrainedModel:
 
 @made_once
 def split(
-    name: str, world_size: int, tensor_parallel_size: int, weights: str | None = None
+    name: str,
+    world_size: int,
+    tensor_parallel_size: int,
+    weights: str | None = None,
+    shares: tuple[int, ...] | None = None,
 ) -> PreTrainedModel:
+    """With `shares` of its tensor groups."""
+    given = None
+    if shares is not None:
+        given = [share for share in shares for _ in range(tensor_parallel_size)]
     model, ranks = make_model(name), group(world_size)
     if weights is None:
         if name in OF_EXPERTS:  # the one that is replaced
             model.set_experts_implementation("grouped_mm")
-        return hf.parallelize(model, group=ranks, tensor_parallel_size=tensor_parallel_size)
+        return hf.parallelize(
+            model, group=ranks, tensor_parallel_size=tensor_parallel_size, shares=given
+        )
     with shared_folder(world_size) as folder:
         model.save_pretrained(folder, is_main_process=dist.get_rank() == 0)
         dist.barrier(ranks)
         return hf.from_pretrained(
-            folder, group=ranks, tensor_parallel_size=tensor_parallel_size, weights=weights
+            folder,
+            group=ranks,
+            tensor_parallel_size=tensor_parallel_size,
+            weights=weights,
+            shares=given,
         )
 
 
