@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The benchmark of chosen keys, with tiny cases."""
+
+import pytest
+import torch
+
+from benchmarks import chosen
+from benchmarks.harness import measure
+from distributed import run_ranks
+from tree_attention import index_topk, lean_decode
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(chosen, "pin_threads", list)
+    monkeypatch.setattr(chosen, "fma_peak", lambda: 1e9)
+
+
+def test_every_case_is_measured_and_right() -> None:
+    threads = torch.get_num_threads()
+    report = chosen.measure(1024, 0.0, with_ranks=False)
+    torch.set_num_threads(threads)
+    assert report.wrong == [] and len(report.rows) == len(chosen.INDEXES) + 2
+    assert all(0 < row["error"] < 1e-2 for row in report.rows)
+
+
+def merge(rank: int, world_size: int) -> dict[str, object]:
+    return chosen.merge_on_rank(chosen.Ranks())
+
+
+def test_the_merge_is_measured_and_right() -> None:
+    for row in run_ranks(merge, 2):
+        assert not row["wrong"] and "all_merge_topk of 2" in row["name"]
+
+
+def test_a_key_that_is_left_out_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_the_best(q, k, *others, **options):
+        return index_topk(q, k[:, :, :-500], *others, **options)
+
+    monkeypatch.setattr(chosen, "index_topk", without_the_best)
+    assert chosen.run_index(chosen.INDEXES[3], 4096, 0.0)["wrong"]
+
+
+def test_other_rows_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_others(q, k, v, ranges=None, **options):
+        return lean_decode(q, k.flip(0), v.flip(0), ranges, **options)
+
+    monkeypatch.setattr(chosen, "lean_decode", of_others)
+    assert chosen.run_rows(16, 4096, 0.0)["wrong"]
