@@ -166,7 +166,7 @@ def _text_config(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrained
     text.dtype = text.dtype or config.dtype
     # As transformers: where the checkpoint has both weights, they are not tied.
     is_tied = any(getattr(x, "tie_word_embeddings", False) for x in (config, text))
-    text.tie_word_embeddings = not checkpoint.take_text() and is_tied
+    text.tie_word_embeddings = not checkpoint.take_text(config.model_type) and is_tied
     return text
 
 

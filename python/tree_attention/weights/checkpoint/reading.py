@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -44,6 +47,7 @@ class Checkpoint:
 
     def __init__(self, source: Source, quantization: Mapping[str, Any]) -> None:
         self.path = path = source.path
+        self._whole_type: str | None = None  # of a model of which the text is taken
         index = find_file(source, _INDEX)
         single = None if index is not None else find_file(source, _SINGLE, required=True)
         if index is None and single is None:
@@ -62,9 +66,10 @@ class Checkpoint:
         except ValueError as error:
             raise ValueError(f"from_pretrained: {path}: {error}") from None
 
-    def take_text(self) -> bool:
+    def take_text(self, model_type: str) -> bool:
         """Drops all weights but the text's, of a model of text and images, and gives them the names
         that they have in a model of text alone. Returns whether they include the head's."""
+        self._whole_type = model_type
         texts = {
             new + name.removeprefix(old): source
             for name, source in self._sources.items()
@@ -127,6 +132,10 @@ class Checkpoint:
     ) -> tuple[dict[str, Lazy], list[str]]:
         """The weights by the names that they have in `model`, and the names of the others."""
         mapping = get_model_conversion_mapping(model)
+        if self._whole_type is not None and not get_model_conversion_mapping(
+            model, add_legacy=False
+        ):  # maybe it is known of the whole alone
+            mapping = [*(get_checkpoint_conversion_mapping(self._whole_type) or ()), *mapping]
         renamings = [x for x in mapping if isinstance(x, WeightRenaming)]
         converters = [x for x in mapping if isinstance(x, WeightConverter)]
         by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
