@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,8 @@ def measure(length: int, seconds: float, with_ranks: bool = True) -> Report:
     torch.set_num_threads(1)
     cpus = pin_threads()
     runs: list[Any] = [
-        *(Run(case.name, lambda case=case: run_index(case, length, seconds)) for case in INDEXES),
-        *(Run(f"rows, {n} heads", lambda n=n: run_rows(n, length, seconds)) for n in (128, 16)),
+        *(Run(case.name, partial(run_index, case, length, seconds)) for case in INDEXES),
+        *(Run(f"rows, {n} heads", partial(run_rows, n, length, seconds)) for n in (128, 16)),
     ]
     with torch.inference_mode(), progress_bar(True) as progress:
         peak = fma_peak()

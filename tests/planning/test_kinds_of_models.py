@@ -22,7 +22,7 @@ from tree_attention.planning.arithmetic import (
     Work,
 )
 from tree_attention.planning.machines import LINKS, MACHINES, SUSTAINED, Hosts
-from tree_attention.planning.models import NAMED, Attention, Model
+from tree_attention.planning.models import NAMED, Attention, Index, Model
 
 H200 = Hosts(MACHINES["h200"], LINKS["nvlink"])
 OPERATIONS = SUSTAINED * H200.machine.arithmetic  # in a second
@@ -177,3 +177,31 @@ def test_every_cell_has_something_in_it() -> None:
             plan = plan_of(model, ranks=ranks)
             for form in ALL_FORMS:
                 assert len(cells(plan, form)) == 8 and all(cells(plan, form))
+
+
+def test_an_index_that_chooses_keys() -> None:
+    """The sizes of DeepSeek-V3.2: a token reads all index keys, and 2,048 of the rows."""
+    (dense,) = LATENT.attention
+    chosen = replace(dense, index=Index(2048, 64, 128, 2048))
+    shared = replace(dense, index=Index(2048))
+    assert chosen.token_bytes("bf16") == 1408 and shared.token_bytes("bf16") == 1152
+    assert chosen.token_bytes("int8") == dense.token_bytes("int8") + 256
+    context, ranks = 128 << 10, 8
+    assert chosen.attended(context) == 2048 and chosen.attended(100) == 100
+    model = replace(LATENT, attention=(chosen,))
+    plain, own = (split_of(x, WHOLE, context, ranks) for x in (LATENT, model))
+    # 8 bytes for each chosen key of each layer go to each of the other ranks.
+    assert own.token_bytes - plain.token_bytes == 7 * 32 * 2048 * 8
+    rows, read = 32 * 1152 * 2048 / ranks, 32 * 256 * context / ranks
+    assert own._kept_bytes(chosen, 2048) == rows + read
+    assert own.cache_bytes - plain.cache_bytes == read
+    assert token_local(model, WHOLE, context, ranks) < token_local(LATENT, WHOLE, context, ranks)
+    # While all keys are chosen the index costs memory alone.
+    short = (split_of(x, WHOLE, 2048, ranks) for x in (LATENT, model))
+    assert len({x.token_bytes for x in short}) == 1
+    # 2 * 64 * 128 operations for each of half of all pairs, and of absorbed attention.
+    pairs = 2048 * context - 2048 * 2048 / 2
+    flop = 2 * 64 * 128 * context * context / 2 + 2 * 32 * (576 + 512) * pairs
+    none = replace(model, attention=(replace(chosen, layers=0),))
+    seconds = (split_of(x, WHOLE, context, 1).prefill_seconds(H200).local for x in (model, none))
+    assert abs(next(seconds) - next(seconds) - 32 * flop / OPERATIONS) < 1e-9 * flop

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hf_families import HYBRIDS, REFUSED, WORKING, Family, make_model
+from hf_families import CHOOSING, HYBRIDS, REFUSED, WORKING, Family, make_model
 from tree_attention import hf
 from tree_attention.cli.models import find_model, from_config
 from tree_attention.hf import CACHE_NAME
@@ -40,10 +40,21 @@ TINY = {
 }
 # A family of each kind: dense, with experts, windows, latents, and layers with a state.
 KINDS = {
-    name: {**WORKING, **HYBRIDS}[name]
+    name: {**WORKING, **HYBRIDS, **CHOOSING}[name]
     for name in (
         *("Llama", "GPT-BigCode", "Phi-3", "Qwen3-MoE", "Mixtral", "Gemma 3", "Gemma 4", "GPT-OSS"),
-        *("DeepSeek-V3", "Granite 4", "Jamba", "Kimi Linear", "Nemotron-H", "Qwen3-Next"),
+        *(
+            "DeepSeek-V3",
+            "DeepSeek-V3.2",
+            "MiniMax-M3",
+            "dots3",
+            "GLM-5",
+            "Granite 4",
+            "Jamba",
+            "Kimi Linear",
+            "Nemotron-H",
+            "Qwen3-Next",
+        ),
     )
 }
 

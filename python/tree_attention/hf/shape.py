@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from ..planning.models import BF16, Attention, Model, Weights
+from ..planning.models import BF16, Attention, Index, Model, Weights
 from ..weights.checkpoint.formats import check_format
 from ..weights.mesh import Mesh
 from ..weights.plan import plan, whole_parts
+from .cache.build import BLOCKS, INDEXED, config_of_layer
 from .cache.growing import TreeCacheLayer
 from .cache.latent import LatentLayer
 from .cache.tree_cache import TreeCache
@@ -52,8 +53,8 @@ def shape_of(
     except ValueError as error:
         prompts_not_split = _reason(error)
     kinds = Counter(
-        _attention(config, layer, keys)
-        for layer, keys in zip(layers, filled, strict=True)
+        _attention(config, i, layer, keys)
+        for i, (layer, keys) in enumerate(zip(layers, filled, strict=True))
         if isinstance(layer, TreeCacheLayer)
     )
     attention = tuple(replace(kind, layers=count) for kind, count in kinds.items())
@@ -87,14 +88,31 @@ def _build(config: Any, check: Callable[[Any], object]) -> tuple[Any, list[Any]]
     return model, cache.layers
 
 
-def _attention(config: Any, layer: Any, filled: Any) -> Attention:
+def _attention(whole: Any, number: int, layer: Any, filled: Any) -> Attention:
     """Return the shape of one layer: of a `TreeCache`, and of transformers with a token."""
+    config = config_of_layer(whole, number)
+    index = _index(config, number, layer)
     heads, value = config.num_attention_heads, filled.values.shape[3]
     _, kv_heads, _, key = filled.keys.shape
     if isinstance(layer, LatentLayer):
         columns = config.qk_nope_head_dim + value
-        return Attention(1, heads, 1, columns, config.v_head_dim, latent=(key, value))
-    return Attention(1, heads, kv_heads, key, value, layer.window)
+        latent = key, value
+        return Attention(1, heads, 1, columns, config.v_head_dim, latent=latent, index=index)
+    return Attention(1, heads, kv_heads, key, value, layer.window, index=index)
+
+
+def _index(config: Any, number: int, layer: Any) -> Index | None:
+    kind = (getattr(config, "layer_types", None) or {number: None})[number]
+    if kind == BLOCKS:
+        blocks, heads = config.index_topk_blocks, config.index_n_heads
+        topk = blocks * config.index_block_size
+        return Index(topk, heads, layer.index_columns, heads * blocks)
+    if kind != INDEXED:
+        return None
+    topk = config.index_topk
+    if not layer.index_columns:
+        return Index(topk)
+    return Index(topk, config.index_n_heads, layer.index_columns, topk)
 
 
 def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, str]:

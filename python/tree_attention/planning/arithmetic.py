@@ -157,14 +157,26 @@ class Split:
             return 2 * self.model.layers
         return self.has_split_weights * self.model.sums
 
-    def _kept_bytes(self, layers: Attention) -> float:
-        """Bytes that a rank keeps of a sequence's tokens: keys and values, or latents."""
+    @property
+    def _copied_share(self) -> float:
+        """The part that a rank has of what all ranks of a tensor group have alike."""
         size = self.tensor_parallel_size
-        # The ranks of a tensor group have the same latents, and each its heads' keys and values.
-        parts = self._parts_of_cache * (1 if layers.latent else size)
-        share = 1 / (size if self.form == TENSOR else parts)
-        each = layers.layers * layers.token_bytes(self.model.kv_dtype)
-        return share * each * layers.seen(self.work.context)
+        return 1 / (size if self.form == TENSOR else self._parts_of_cache)
+
+    def _row_share(self, layers: Attention) -> float:
+        """The part that a rank has of all keys and values, or of latents, which are alike."""
+        if layers.latent or self.form == TENSOR:
+            return self._copied_share
+        return 1 / (self._parts_of_cache * self.tensor_parallel_size)
+
+    def _kept_bytes(self, layers: Attention, attended: int | None = None) -> float:
+        """Bytes that a rank keeps of a sequence's tokens: keys and values, or latents, and those of
+        an index; or of these, what a new token reads that attends to so many."""
+        seen = layers.seen(self.work.context)
+        rows = layers.token_bytes(self.model.kv_dtype) - layers.index_bytes
+        rows *= seen if attended is None else attended
+        kept = self._row_share(layers) * rows + self._copied_share * layers.index_bytes * seen
+        return layers.layers * kept
 
     @property
     def _states_bytes(self) -> float:
@@ -193,12 +205,26 @@ class Split:
         """Bytes that a rank sends for a new token of every sequence: merges, sums and logits."""
         model, sequences, p = self.model, self.work.sequences, self.p
         states = sequences * sum(x.layers * x.state_bytes(x.step[1]) for x in model.attention)
+        choices = sequences * self._choice_bytes
         if not self.has_split_weights:
-            return (p - 1) * states
+            return (p - 1) * states + choices
         # One sum more follows the embedding.
         sums = (self._sums + 1) * sum_bytes(sequences * model.hidden * BF16, p)
         logits = (p - 1) * sequences * model.vocab * BF16 / self._parts
-        return self._merge_bytes(states) + sums + logits
+        return self._merge_bytes(states) + sums + logits + choices
+
+    @property
+    def _choice_bytes(self) -> float:
+        """Bytes that a rank sends for the choices of one token's keys."""
+        others = 0 if self.form == TENSOR else self.p // self.tensor_parallel_size - 1
+        context = self.work.context
+        return others * sum(x.layers * x.choice_bytes(context) for x in self.model.attention)
+
+    @property
+    def _exchanges(self) -> int:
+        """The number of merges in a forward pass, of states and of choices."""
+        context = self.work.context
+        return sum(x.layers * (1 + x.chooses(context)) for x in self.model.attention)
 
     def token_seconds(self, hosts: Hosts) -> Seconds:
         """Time of one new token of every sequence, after `work.context` tokens."""
@@ -206,15 +232,18 @@ class Split:
         head, experts = weights.head / self._parts, weights.experts / self._parts
         read = self._layer_bytes + weights.itemsize * head
         read += weights.expert_itemsize * experts * weights.share_of_experts(sequences)
-        read += self.cache_bytes + self._states_bytes  # which are written as well
+        context = self.work.context
+        read += 2 * self._states_bytes  # which are written as well
+        read += sequences * sum(self._kept_bytes(x, x.attended(context)) for x in model.attention)
         active = sum(self._layer_weights) + head + experts * weights.chosen / weights.num_experts
         operations = 2 * sequences * active
         for x in model.attention:
-            pairs = sequences * x.layers * x.seen(self.work.context)
+            pairs = sequences * x.layers * x.attended(context)
             heads = x.heads / (self._parts_of_cache * self.tensor_parallel_size)
             operations += 2 * pairs * heads * sum(x.step)
+            operations += sequences * x.layers * x.scored(context) * self._copied_share
         merges = self.form != TENSOR and self.tensor_parallel_size < self.p
-        rounds = merges * sum(x.layers for x in model.attention)
+        rounds = merges * self._exchanges
         phases = sum_phases(sequences * model.hidden * BF16)
         rounds += self.has_split_weights * (phases * (self._sums + 1) + 1)
         return self._seconds(hosts, read, operations, rounds, self.token_bytes)
@@ -243,15 +272,20 @@ class Split:
         operations = 2 * (sum(self._layer_weights) + experts) * context / parts
         sent = self._sums * sum(sum_bytes(n * model.hidden * BF16, self.p) for _, n in chunks)
         for x in model.attention:
-            attention = 2 * x.heads * (x.key + x.value) * x.pairs(context)
+            # Chosen keys differ by query, so that latents stay as they are.
+            columns = sum(x.step) if x.chooses(context) else x.key + x.value
+            attention = 2 * x.heads * columns * x.pairs(context)
             # For every chunk each rank makes keys and values from the latents of its slots again.
-            expanded = sum(x.seen(begin) + n for begin, n in chunks)
+            expanded = 0 if x.chooses(context) else sum(x.seen(begin) + n for begin, n in chunks)
             own = self._parts_of_cache * self.tensor_parallel_size
             operations += x.layers * (attention + x.expansion * expanded) / own
+            # A token sees half of the context on average.
+            operations += x.layers * context / 2 * x.scored(context) * self._copied_share
             sent += x.layers * sum(self._chunk_bytes(x, *chunk) for chunk in chunks)
+        sent += context * self._choice_bytes
         # At most: a sum has two phases.
         merges = 1 if self.has_split_weights else 2
-        rounds = merges * sum(x.layers for x in model.attention) + 2 * self._sums
+        rounds = merges * self._exchanges + 2 * self._sums
         each = self._seconds(hosts, 0.0, operations, rounds * len(chunks), sent)
         return Seconds(self.work.sequences * each.local, self.work.sequences * each.exchange)
 

@@ -16,6 +16,16 @@ WEIGHT_DTYPES = {"bf16": BF16, "int8": 1, "int4": 0.5 + BF16 / 128}
 
 
 @dataclass(frozen=True)
+class Index:
+    """What chooses the keys of a query; without heads, the layer takes the choice of one before."""
+
+    topk: int  # number of keys
+    heads: int = 0
+    columns: int = 0  # of its key of a token, which has the model's dtype
+    entries: int = 0  # of a choice that ranks exchange
+
+
+@dataclass(frozen=True)
 class Attention:
     """Layers that cache alike: keys and values, or the latents that these are made from.
 
@@ -29,21 +39,46 @@ class Attention:
     value: int  # columns of a head of values
     window: int | None = None  # no query sees more tokens
     latent: tuple[int, int] | None = None  # kv_lora_rank, and columns of the key all heads share
+    index: Index | None = None
 
     def seen(self, context: int) -> int:
         """Number of tokens that a new one sees. A cache keeps some more before the window."""
         return context if self.window is None else min(context, self.window)
 
-    def pairs(self, context: int) -> float:
-        """Number of (query, visible key) pairs in a prompt."""
+    def attended(self, context: int) -> int:
+        """Number of tokens whose keys a new one attends to, of those that it sees."""
         seen = self.seen(context)
-        return seen * context - seen * seen / 2
+        return seen if self.index is None else min(seen, self.index.topk)
+
+    def pairs(self, context: int) -> float:
+        """Number of (query, key) pairs in the attention of a prompt."""
+        attended = self.attended(context)
+        return attended * context - attended * attended / 2
 
     def token_bytes(self, kv_dtype: str) -> int:
         """Bytes that a layer keeps of a token."""
         itemsize, scale = _KV_BYTES[kv_dtype]
         columns = sum(self.latent or (self.kv_heads * self.key, self.kv_heads * self.value))
-        return columns * itemsize + 2 * self.kv_heads * scale
+        return columns * itemsize + 2 * self.kv_heads * scale + self.index_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the bytes that a layer keeps of a token, those of its index."""
+        return 0 if self.index is None else BF16 * self.index.columns
+
+    def chooses(self, context: int) -> bool:
+        """Whether the layer scores keys: not before there are more than may be chosen."""
+        return self.index is not None and self.index.heads > 0 and context > self.index.topk
+
+    def scored(self, context: int) -> float:
+        """Operations of the index for a query that sees `context` tokens."""
+        if self.index is None or not self.chooses(context):
+            return 0.0
+        return 2.0 * self.index.heads * self.index.columns * context
+
+    def choice_bytes(self, context: int) -> int:
+        """Bytes of a query's choice, which ranks exchange: a score and a slot for each entry."""
+        return 8 * self.index.entries if self.index is not None and self.chooses(context) else 0
 
     @property
     def step(self) -> tuple[int, int]:

@@ -53,9 +53,9 @@ _OTHER_INDEXES = {
     "qwen4_exp_text": "chooses keys in code of its own, beside layers that keep states",
 }
 # An index chooses the keys of each query, or blocks of them for each head.
-_INDEXED, _BLOCKS = "indexed_attention", "minimax_m3_sparse"
+INDEXED, BLOCKS = "indexed_attention", "minimax_m3_sparse"
 # Chunked layers work as long as one chunk covers all keys; the mask refuses them after that.
-_KEY_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", _INDEXED, _BLOCKS}
+_KEY_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", INDEXED, BLOCKS}
 _LAYER_TYPES = _KEY_LAYERS | _STATE_LAYERS.keys()
 
 
@@ -83,10 +83,10 @@ def new_layers(
         if kind in _STATE_LAYERS:
             number = getattr(own, "number_of_conv_states", 1)
             layers.append(_STATE_LAYERS[kind](number_of_states=number))
-        elif kind == _INDEXED and _has_own_index(own, i):
+        elif kind == INDEXED and _has_own_index(own, i):
             indexed = (IndexedLatentLayer, StaticIndexedLatentLayer)[is_fixed]
             layers.append(indexed(*arguments, kv_lora_rank=rank, index=Index.of(own)))
-        elif kind == _BLOCKS:
+        elif kind == BLOCKS:
             of_blocks = (BlockLayer, StaticBlockLayer)[is_fixed]
             layers.append(of_blocks(*arguments, index=Index.of(own)))
         elif rank is not None:
@@ -181,20 +181,20 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
 def _obstacle_of_index(config: PreTrainedConfig, kinds: list[str]) -> str | None:
     """The reason why the keys that an index chooses cannot be spread over ranks, or None."""
     name = config.model_type
-    first = next(i for i, kind in enumerate(kinds) if kind in (_INDEXED, _BLOCKS))
+    first = next(i for i, kind in enumerate(kinds) if kind in (INDEXED, BLOCKS))
     own = config_of_layer(config, first)
     fields = ["index_head_dim", "index_n_heads"]
-    if _INDEXED in kinds:
+    if INDEXED in kinds:
         fields.append("index_topk")
-    if _BLOCKS in kinds:
+    if BLOCKS in kinds:
         fields += ["index_topk_blocks", "index_block_size"]
     for field in fields:
         value = getattr(own, field, None)
         if not isinstance(value, int) or value < 1:
             return f"{field} of {name!r} must be at least 1, got {value!r}"
-    if _INDEXED in kinds and getattr(own, "kv_lora_rank", None) is None:
+    if INDEXED in kinds and getattr(own, "kv_lora_rank", None) is None:
         return f"an index must choose among latents; {name!r} has no kv_lora_rank"
-    if _BLOCKS in kinds and own.index_n_heads != own.num_key_value_heads:
+    if BLOCKS in kinds and own.index_n_heads != own.num_key_value_heads:
         return (
             f"the index of {name!r} must choose blocks for each of {own.num_key_value_heads} heads "
             f"of keys, got index_n_heads={own.index_n_heads}"
@@ -231,7 +231,7 @@ def keeps_state(layer: Any) -> bool:
 
 def has_indexes(config: PreTrainedConfig) -> bool:
     """True for a model with layers in which an index chooses the keys of each query."""
-    return bool({_INDEXED, _BLOCKS} & {*(_kinds_that_run(config) or ())})
+    return bool({INDEXED, BLOCKS} & {*(_kinds_that_run(config) or ())})
 
 
 def has_index(layer: Any) -> bool:
