@@ -19,7 +19,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+        tokenizer_object=tokenizer,
+        model_max_length=8192,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
     ).save_pretrained(directory)
     config = transformers.LlamaConfig(
         vocab_size=len(tokens),

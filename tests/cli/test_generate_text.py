@@ -3,6 +3,7 @@
 before anything large is imported."""
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -110,6 +111,20 @@ def test_an_error_of_ranks_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
     sentence = "the prompt has 3 tokens and 9999 are to follow, but the model has 8192 positions"
     assert done.stderr.splitlines()[-1].startswith(f"generate: {sentence}")
     assert done.stderr.count("generate: ") == 1
+
+
+def test_a_prompt_that_is_too_long_is_told_once(
+    checkpoint: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers' tokenizer foretells "indexing errors" of it, which do not come."""
+    log = logging.getLogger("transformers")
+    log.addHandler(caplog.handler)
+    try:
+        assert main(["generate", "--model", str(checkpoint), "--prompt", "a" * 9000]) == 2
+    finally:
+        log.removeHandler(caplog.handler)
+    assert "generate: the prompt has 9000 tokens and 64 are to follow" in capsys.readouterr().err
+    assert "Token indices" not in caplog.text
 
 
 @pytest.mark.parametrize("arguments", [["--model", "/no"], ["--model", ".", "--prompt-file", "x"]])

@@ -329,7 +329,10 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..weights.split import mesh_of
     from . import generation
 
-    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=not arguments.chat)
+    # Not verbose: of a prompt that is too long it would foretell errors of indices.
+    encoded = tokenizer(
+        text, return_tensors="pt", add_special_tokens=not arguments.chat, verbose=False
+    )
     input_ids = encoded["input_ids"].to(device)
     num_tokens, limit = input_ids.shape[1], getattr(model.config, "max_position_embeddings", None)
     if num_tokens == 0:
@@ -489,7 +492,7 @@ def prompt_text(arguments: argparse.Namespace) -> str:
         named = "--prompt" if file is None else f"--prompt-file {file}"
         raise UsageError(f"{named} must be UTF-8: {error}") from error
     except OSError as error:
-        raise UsageError(f"--prompt-file {file}: {error}") from error
+        raise UsageError(f"--prompt-file {file}: {error.strerror or error}") from error
     if not text.strip():
         named = "--prompt" if file is None else f"--prompt-file {file}"
         raise UsageError(f"{named}: the prompt is empty: the model needs a text to begin with")

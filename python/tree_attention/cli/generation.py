@@ -220,7 +220,11 @@ def table(measured: dict[str, Any], attention: str, world_size: int) -> Table:
         formats["bytes sent per token and rank"] = sent
     for name, text in formats.items():
         result.add_row(name, text.format(**measured))
-    for name, what in (("weights", "weight"), ("key/value cache", "kv")):
+    # A cache has room for more tokens than it holds.
+    for name, what, is_room in (
+        ("weights", "weight", ""),
+        ("key/value cache", "kv", ", allocated"),
+    ):
         mebibytes = measured[f"{what}_bytes_per_rank"] / 2**20
-        result.add_row(f"{name} per rank", f"{mebibytes:.2f} MiB")
+        result.add_row(f"{name} per rank", f"{mebibytes:.2f} MiB{is_room}")
     return result
