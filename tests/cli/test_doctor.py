@@ -183,7 +183,7 @@ def test_another_program_at_the_port(
     assert main(["doctor", "--peer", f"127.0.0.1:{port}"]) == 1
     found = lines_of(capsys)[f"port {port} there"]
     assert found.startswith(f"FAILED somebody listens there who is no doctor: {shown}"), found
-    assert "end that program, or start" in found
+    assert found.endswith("doctor --listen PORT` there, and --peer 127.0.0.1:PORT here"), found
 
 
 def test_somebody_who_takes_a_connection_and_is_silent(

@@ -245,7 +245,10 @@ def of_the_way(host: str, port: int) -> Iterator[Finding]:
                 raise ValueError("it is another program's")
         except (OSError, ValueError) as error:
             taken = f"somebody listens there who is no doctor: {why(error)}"
-            yield Finding(_FAILED, step, taken, f"end that program, or {start} at another port")
+            another = f"`{program()} doctor --listen PORT` there, and --peer {host}:PORT here"
+            yield Finding(
+                _FAILED, step, taken, f"end that program, or take another port: {another}"
+            )
             raise Unreachable from error
         yield Finding(_OK, step, f"a doctor answers at {connection.getpeername()[0]}")
         try:
