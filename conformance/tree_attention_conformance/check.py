@@ -12,7 +12,7 @@ from .arrays import default_device, to
 from .cases import DECODE_CASES, MERGE_CASES, DecodeCase, DecodeProblem, MergeCase, views
 from .diagnosis import Report
 from .outcome import Outcome, run
-from .truth import EPS, attention, lse_error, merge, row_error
+from .truth import EPS, Floats, attention, lse_error, merge, row_error
 
 
 def check_merge(
@@ -134,10 +134,22 @@ def check_sharded_decode(
             seq_lens=on_cpu(problem.seq_lens),
             slots=tuple(map(on_cpu, problem.slots)),
         )
-        made = Outcome(case, true, (o_parts, lse_parts), *plain_errors, kind)
+        shifted = _shifted(problem, k, v) if case is DECODE_CASES[0] else {}
+        made = Outcome(case, true, (o_parts, lse_parts), *plain_errors, kind, shifted)
         return run(made, lambda: function(given))
 
     return Report.of([outcome(case) for case in DECODE_CASES])
+
+
+def _shifted(problem: DecodeProblem, k: Floats, v: Floats) -> dict[int, Floats]:
+    """o where the keys of every query end one slot earlier or later."""
+    found = {}
+    for shift in (-1, 1):
+        ranges = problem.key_ranges() + np.array([0, shift], np.int32)
+        o = attention(problem.q, k, v, ranges)[0]
+        o[problem.seq_lens + shift > k.shape[2]] = math.nan
+        found[shift] = o
+    return found
 
 
 def of_16_bits(device: str) -> str:

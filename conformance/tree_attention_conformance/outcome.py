@@ -2,8 +2,8 @@
 """What a function returned for one case, beside what is right, and whether it is."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ class Outcome:
     plain_o_error: float  # of a plain implementation
     plain_lse_error: float
     dtype: str  # of the inputs
+    # o where every query sees so many slots more, NaN in rows that have no more of them.
+    shifted: Mapping[int, Floats] = field(default_factory=dict)
     passed: bool | None = False  # None: the function raised NotImplementedError
     measured: str = ""  # errors and bounds, or what was raised
     raised: str = ""  # the name of the exception that failed the case

@@ -283,9 +283,23 @@ def as_if_even(problem, rank):
     return torch.stack([(x + 2) // 3 for x in problem.key_ranges().unbind(-1)], -1)
 
 
+def of_ranks_in_reverse(problem, rank):
+    return problem.key_ranges(len(problem.slots) - 1 - rank)
+
+
 def as_the_last_query(problem, rank):
     """All query tokens see what the last one does."""
     return problem.key_ranges(rank)[:, -1:].repeat(1, problem.q.shape[2], 1)
+
+
+def with_ends(shift):
+    """The keys of every query end so many slots later."""
+
+    def ranges(problem, rank):
+        seq_lens = torch.as_tensor(problem.seq_lens) + shift
+        return dataclasses.replace(problem, seq_lens=seq_lens).key_ranges(rank)
+
+    return ranges
 
 
 def without_window(problem, rank):
@@ -353,10 +367,20 @@ WRONG_DECODES = {
         [BLOCKS, UNEVEN, ONE_RANK, WINDOW_OF_SEVERAL, LENGTHS],
         MEANING[BLOCKS],
     ),
-    "even shards": (
-        sharded(ranges=as_if_even),
-        [name for name in DECODE_NAMES if name not in (NO_KEYS, CANCEL)],
+    "ranks in reverse": (
+        sharded(ranges=of_ranks_in_reverse),
+        [name for name in DECODE_NAMES if name != CANCEL],
         MEANING["one query token"],
+    ),
+    "a slot too many": (
+        sharded(ranges=with_ends(1)),
+        DECODE_NAMES,
+        say.ONE_MORE,
+    ),
+    "a slot too few": (
+        sharded(ranges=with_ends(-1)),
+        DECODE_NAMES,
+        say.ONE_LESS,
     ),
     "lse of no keys is 0": (
         sharded(with_lse_of_no_keys(0.0)),
@@ -380,6 +404,11 @@ WRONG_DECODES = {
 def test_wrong_decodes_are_told_once(fault):
     decode, *expected = WRONG_DECODES[fault]
     assert_told(check_sharded_decode(decode), *expected)
+
+
+def test_shards_that_are_taken_to_be_even_show_a_slot_too_many():
+    report = check_sharded_decode(sharded(ranges=as_if_even))
+    assert report.lines[0].meaning == say.ONE_MORE
 
 
 def test_every_case_can_fail():
