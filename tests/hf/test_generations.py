@@ -278,28 +278,31 @@ TABLE: dict[str, Row] = {
         [["llama", "gemma2", "deepseek"]], _by_rows, ((3, 2, 1),), ((2, 1, 3),),
         operations=("kept",), caches=("growing", "fixed"), num_tokens=20, small_windows=True,
     ),
-    "chosen keys": Row(
-        [CHOOSING], _by_rows, (2,), (1, 3, 4), caches=("growing", "fixed"), num_tokens=12
-    ),
-    "chosen keys, layouts": Row(
-        [["DeepSeek-V3.2", "MiniMax-M3"]], _whole_in_any_layout, (3,), (1, 2, 4)
-    ),
-    "chosen keys, operations": Row(
-        [["GLM-5", "MiniMax-M3"]], _by_rows, (2,), (1, 3, 4), OF_CHOSEN, ("growing", "fixed")
-    ),
-    "chosen keys, 8 bits": Row(
-        [["DeepSeek-V3.2"]], _by_rows, (2,), (1, 3), caches=("int8",), num_tokens=12
-    ),
-    "chosen keys, weights": Row([CHOOSING], _split_weights, (2,)),
-    "chosen keys, checkpoints": Row([CHOOSING], _most_tensor_ranks, (2,)),
-    "chosen keys, kept": Row(
-        [CHOOSING], _by_rows, ((2, 1, 3),), ((3, 2, 1),), ("kept",), ("growing", "fixed"), 12
-    ),
     "kept, 8 bits": Row(
         [["gemma2"]], _by_rows, deep=((2, 1, 3),), operations=("kept",),
         caches=("int8", "fixed int8"), num_tokens=20, small_windows=True,
     ),
 }  # fmt: skip
+if len(CHOOSING) == len(hf_families.CHOOSING):  # not before transformers 5.24
+    TABLE |= {
+        "chosen keys": Row(
+            [CHOOSING], _by_rows, (2,), (1, 3, 4), caches=("growing", "fixed"), num_tokens=12
+        ),
+        "chosen keys, layouts": Row(
+            [["DeepSeek-V3.2", "MiniMax-M3"]], _whole_in_any_layout, (3,), (1, 2, 4)
+        ),
+        "chosen keys, operations": Row(
+            [["GLM-5", "MiniMax-M3"]], _by_rows, (2,), (1, 3, 4), OF_CHOSEN, ("growing", "fixed")
+        ),
+        "chosen keys, 8 bits": Row(
+            [["DeepSeek-V3.2"]], _by_rows, (2,), (1, 3), caches=("int8",), num_tokens=12
+        ),
+        "chosen keys, weights": Row([CHOOSING], _split_weights, (2,)),
+        "chosen keys, checkpoints": Row([CHOOSING], _most_tensor_ranks, (2,)),
+        "chosen keys, kept": Row(
+            [CHOOSING], _by_rows, ((2, 1, 3),), ((3, 2, 1),), ("kept",), ("growing", "fixed"), 12
+        ),
+    }
 
 
 class Case(NamedTuple):
