@@ -228,6 +228,16 @@ def test_choices_of_many_keys_in_any_order(order: str, topk: int) -> None:
     assert torch.equal(slots.flatten().long(), expected)
 
 
+def test_local_blocks_that_cannot_all_be_chosen() -> None:
+    """Of blocks with the same score those behind the first topk are not even formed."""
+    q, k, positions = torch.ones(1, 1, 1, 4), torch.ones(1, 1, 9, 4), torch.tensor([[2**31 - 1]])
+    k[0, 0, 4] = NAN  # of a local block, whose score is +inf whatever its keys
+    scores, slots = index_topk(
+        q, k, topk=5, block=2, local_blocks=2**31 - 1, query_positions=positions
+    )
+    assert slots.flatten().tolist() == [0, 1, 2, 3, 4] and (scores == INF).all()
+
+
 def test_memory_is_bounded_where_results_are_large() -> None:
     """Many heads that choose for themselves are done in turn, with the same result."""
     q, k = integers(1, 40, 2, 4), integers(1, 1, 500, 4, seed=1)

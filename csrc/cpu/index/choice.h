@@ -45,16 +45,14 @@ inline void sort_entries(std::vector<Entry>& entries, std::vector<Entry>& memory
 // capacity(topk) + the entries of one offer, and drops those beyond topk when there are more.
 class Choice {
  public:
-  explicit Choice(int64_t topk) : topk_(topk) {}
+  // Of up to `most` entries, with up to `together` in an offer.
+  Choice(int64_t topk, int64_t most, int64_t together) : topk_(topk) {
+    // Memory that is never written takes none, but a vector that grows takes twice its size.
+    entries_.reserve(std::min(capacity(topk) + together, most));
+  }
 
   // Half as many again as are kept cost more to drop than twice as many; beyond 2^20 memory counts.
   static int64_t capacity(int64_t topk) { return topk + std::min<int64_t>(topk, 1 << 20); }
-
-  void clear() {
-    entries_.clear();
-    least_ = kNoEntry;
-    least_score_ = -std::numeric_limits<float>::infinity();
-  }
 
   void offer(float score, int32_t slot) {
     // First of floats, which is cheaper: false for NaN, which comes before all.

@@ -105,9 +105,13 @@ float largest(const float* scores, int count) {
 class Reader {
  public:
   Reader(const IndexParams& p, int64_t batch, int64_t token)
-      : p_(p), local_(LocalBlocks::of(p, batch, token)), choice_(p.topk) {
+      : p_(p),
+        local_(LocalBlocks::of(p, batch, token)),
+        choice_(p.topk, p.seqlen_k + local_.end - local_.begin, ScoreTile::kKeys) {
     constexpr float kFirst = std::numeric_limits<float>::infinity();
-    for (int64_t block = local_.begin; block < local_.end; ++block) {
+    // Of equal scores, those behind the first topk cannot be chosen.
+    const int64_t end = std::min<int64_t>(local_.end, local_.begin + p.topk);
+    for (int64_t block = local_.begin; block < end; ++block) {
       choice_.offer(kFirst, static_cast<int32_t>(block));
       choice_.keep_best();
     }
