@@ -294,6 +294,9 @@ def test_what_is_left_to_vllm() -> None:
     """Options of its own, and those that a file may have."""
     program.check_early(["m", "--dtype", "float32", "--served-model-name", "a", "b", "--x.y=1"])
     program.check_early(["m", "--config", "file.yaml", "--node-rank", "3"])
+    for words in (["--shares", "3,1"], ["--shares=auto"]):
+        with pytest.raises(ValueError, match="--shares must be left out: vLLM's block manager giv"):
+            program.check_early(["m", *words])
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,12 +122,18 @@ def check_early(arguments: list[str]) -> None:
     parser.add_argument("--cpu-distributed-timeout-seconds", type=int)
     parser.add_argument("--headless", action="store_true")
     parser.add_argument("--config")
+    parser.add_argument("--shares")
 
     def as_vllm_reads(word: str) -> str:
         name, sign, value = word.partition("=")
         return name.replace("_", "-") + sign + value if word.startswith("--") else word
 
     asked, _ = parser.parse_known_args(list(map(as_vllm_reads, arguments)))
+    if asked.shares is not None:
+        raise ValueError(
+            "--shares must be left out: vLLM's block manager gives each rank of decode context "
+            "parallelism as many blocks as the others"
+        )
     if asked.config is None:  # whose file has any of them
         check_hosts(asked)
     model = arguments[0] if arguments else ""
