@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import kv_dtype, restore, step_cost
+from benchmarks import kv_dtype, restore, step_cost, unequal
 from benchmarks.harness import measure
 from benchmarks.harness.measure import Samples
 from benchmarks.latent import model as latent_model
@@ -97,3 +97,27 @@ def test_wrong_latent_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(latent_operator.measure(latent_operator.QUICK, 0.0).wrong) == len(
         latent_operator.QUICK
     )
+
+
+def test_unequal_hosts_are_compared_with_the_sum_of_their_speeds() -> None:
+    chosen = unequal.cases(slow=33, fast=100)
+    assert {case.hosts for case in chosen} == {(100,), (33,), (100, 33), (100, 10), (33, 33)}
+    times = {"100 %, alone": 0.1, "33 %, alone": 0.3, "100 % + 33 %, 3,1": 0.1}
+    rows = [
+        {
+            "name": case.name,
+            "hosts": case.hosts,
+            "taken": case.shares,
+            "seconds": times[case.name],
+            "planned": 0.08 if len(case.hosts) > 1 else None,
+            "other_load": None,
+            "token": dict.fromkeys(("p10_us", "median_us", "p90_us"), 1e6 * times[case.name]),
+            "wrong": False,
+        }
+        for case in chosen
+        if case.name in times
+    ]
+    columns = {x.heading: x.values for x in unequal.report_of(rows, 65536).columns}
+    assert columns["of the sum of speeds"] == ["1.00", "1.00", "0.75"]
+    assert columns["planned ms"] == ["-", "-", "80"]
+    assert columns["ms per token"] == ["100", "300", "100"]

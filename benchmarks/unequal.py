@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Time of a token on two hosts of unequal speed, by shares: ranks whose cores have CPU quotas.
+
+    sudo python benchmarks/unequal.py --out DIR
+
+4 layers in the shape of Llama 3.2 1B over 65,536 cached tokens. A quota needs the controller cpu of
+cgroup v1, and root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Started by its path: `benchmarks` is found from the root of the checkout.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.harness.measure import Load
+from benchmarks.harness.program import finish, parser_of
+from benchmarks.harness.report import Report, columns_of, environment, verdict
+from benchmarks.llama import fill, make_model
+from tree_attention import BlockCyclic, hf
+from tree_attention.exchange import get_communicator
+from tree_attention.hf import CACHE_NAME
+from tree_attention.hf.auto_shares import measured_group, shape_in
+
+CGROUPS = Path("/sys/fs/cgroup/cpu")
+PERIOD_US = 10_000  # a quota is 1 ms or more
+LAYERS, WARM_UP = 4, 2
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of the table: quotas of the ranks' cores in percent, and the shares."""
+
+    hosts: tuple[int, ...]
+    shares: str
+
+    @property
+    def name(self) -> str:
+        return f"{' + '.join(f'{x} %' for x in self.hosts)}, {self.shares}"
+
+
+def cases(slow: int, fast: int) -> list[Case]:
+    very_slow = max(1, fast // 10)
+    return [
+        Case((fast,), "alone"),
+        Case((slow,), "alone"),
+        Case((fast, slow), "even"),
+        Case((fast, slow), "3,1"),
+        Case((fast, slow), "auto"),
+        Case((fast, very_slow), "even"),
+        Case((fast, very_slow), "auto"),
+        Case((slow, slow), "even"),
+        Case((slow, slow), "auto"),
+    ]
+
+
+@contextmanager
+def quota(name: str, percent: int) -> Iterator[Path]:
+    """A cgroup whose processes together have this part of a core."""
+    path = CGROUPS / f"tree_attention_{os.getpid()}_{name}"
+    path.mkdir()
+    try:
+        (path / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+        (path / "cpu.cfs_quota_us").write_text(str(PERIOD_US * percent // 100))
+        yield path
+    finally:
+        for _ in range(100):  # until its processes have gone
+            with suppress(OSError):
+                path.rmdir()
+                break
+            time.sleep(0.05)
+
+
+def run_case(case: Case, context: int, tokens: int) -> list[dict[str, Any]]:
+    """What the ranks of a case measured; fewer where some were left out."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        groups = [stack.enter_context(quota(str(r), x)) for r, x in enumerate(case.hosts)]
+        own = {"WORLD_SIZE": str(len(groups)), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        ranks = []
+        for rank, group in enumerate(groups):
+            specification = {
+                "cgroup": str(group),
+                "core": sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))],
+                "shares": case.shares,
+                "context": context,
+                "tokens": tokens,
+                "out": str(folder / str(rank)),
+                "store": str(folder / "store"),
+            }
+            command = [sys.executable, __file__, "--rank", json.dumps(specification)]
+            ranks.append(subprocess.Popen(command, env=os.environ | own | {"RANK": str(rank)}))
+        statuses = [rank.wait() for rank in ranks]
+        if any(statuses):
+            raise RuntimeError(f"{case.name}: a rank has failed")
+        return [json.loads((folder / str(r)).read_text()) for r in range(len(groups))]
+
+
+def move_to(cgroup: str | Path) -> None:
+    (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@torch.inference_mode()
+def run_rank(given: dict[str, Any]) -> None:
+    os.sched_setaffinity(0, {given["core"]})
+    torch.set_num_threads(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(given["store"], size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    model, context = make_model(LAYERS), given["context"]
+    result: dict[str, Any] = {"tokens": [], "seconds": [], "taken": given["shares"]}
+    group: Any = None
+    shares: Any = {"even": None, "alone": None, "3,1": [3, 1]}.get(given["shares"])
+    if size > 1:
+        move_to(given["cgroup"])
+        planned, _ = measured_group(
+            "unequal",
+            get_communicator(),
+            lambda: shape_in(model.config, torch.bfloat16),
+            timeout=600.0,
+            device=CPU,
+            max_length=context,
+        )
+        if given["shares"] == "auto":
+            left_out = planned.unhelpful
+            kept = [r for r in range(size) if r not in left_out]
+            group = dist.new_group(kept)
+            planned = planned.without(left_out)
+            shares, result["taken"] = planned.best, f"auto: {planned.best or 'even'}"
+            if left_out:
+                result["taken"] = f"auto: without {', '.join(map(str, left_out))}"
+        move_to(CGROUPS)  # until the model and its cache are there
+        result["planned"] = planned.token_seconds(None if shares is None else tuple(shares))
+    if group is None or dist.get_rank(group) >= 0:
+        hf.parallelize(model, group=group, shares=shares)
+        mesh = hf.mesh(model)
+        layout = None
+        if mesh.shares.cache is not None:
+            layout = BlockCyclic(len(mesh.shares.cache), shares=mesh.shares.cache)
+        cache = hf.TreeCache(model.config, mesh.context_group, layout, timeout=600.0)
+        fill(cache, model.config, context)
+        move_to(given["cgroup"])
+        token = torch.tensor([[7]])
+        for i in range(WARM_UP + given["tokens"]):
+            begin = time.perf_counter()
+            position = torch.tensor([[context + i]])
+            logits = model(token, **{CACHE_NAME: cache}, position_ids=position).logits
+            token = logits[:, -1:].argmax(dim=-1)
+            result["tokens"].append(int(token))
+            result["seconds"].append(time.perf_counter() - begin)
+    Path(given["out"]).write_text(json.dumps(result))
+    dist.barrier()  # a rank that was left out keeps its part of the store until the end
+    dist.destroy_process_group()
+
+
+def measure(chosen: Sequence[Case], context: int, tokens: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for case in chosen:
+        with Load() as load:
+            ranks = run_case(case, context, tokens)
+        taking_part = [rank for rank in ranks if rank["seconds"]]
+        times = [max(x) for x in zip(*(rank["seconds"][WARM_UP:] for rank in taking_part))]  # noqa: B905
+        rows.append(
+            {
+                "name": case.name,
+                "hosts": case.hosts,
+                "taken": ranks[0]["taken"],
+                "seconds": statistics.median(times),
+                "planned": ranks[0].get("planned"),
+                "tokens": taking_part[0]["tokens"],
+                "wrong": any(x["tokens"] != taking_part[0]["tokens"] for x in taking_part),
+                "other_load": load.others,
+                "token": {
+                    name: 1e6 * value
+                    for name, value in zip(
+                        ("p10_us", "median_us", "p90_us"),
+                        (min(times), statistics.median(times), max(times)),
+                        strict=True,
+                    )
+                },
+            }
+        )
+        print(f"{case.name}: {1e3 * rows[-1]['seconds']:.0f} ms", file=sys.stderr, flush=True)
+    return rows
+
+
+NOTES = (
+    "4 layers in the shape of Llama 3.2 1B with random weights in bfloat16 that are split (T = 1), "
+    "and random keys and values of the context in the cache. Each rank is one thread on a core of "
+    f"its own, with a quota of its time per {PERIOD_US / 1e3:g} ms; both share this machine's "
+    "memory. ms per token is the median of the slowest rank.",
+    "planned is the arithmetic of the planner with the speeds that the ranks measured just before. "
+    "of the sum of speeds: tokens per second divided by those of the ranks alone, added up. auto "
+    "leaves a rank out if a token takes less time without it.",
+    "A quota falls due every few milliseconds, and the other rank waits meanwhile: real hosts do "
+    "not stop so.",
+    "right: all ranks that took part chose the same tokens.",
+)
+
+
+def report_of(rows: list[dict[str, Any]], context: int) -> Report:
+    alone = {row["hosts"][0]: row["seconds"] for row in rows if len(row["hosts"]) == 1}
+
+    def of_sum(row: dict[str, Any]) -> str:
+        known = [alone.get(host) for host in row["hosts"]]
+        if None in known:
+            return "-"
+        return f"{1 / row['seconds'] / sum(1 / x for x in known if x):.2f}"
+
+    return Report(
+        name="unequal",
+        title=f"A token on hosts of unequal speed, {context:,} cached tokens",
+        notes=NOTES,
+        environment=environment(threads=1),
+        rows=rows,
+        columns=columns_of(
+            rows,
+            {
+                "quotas, shares": lambda row: row["name"],
+                "taken": lambda row: row["taken"],
+                "ms per token": lambda row: f"{1e3 * row['seconds']:.0f}",
+                "least and most ms": lambda row: (
+                    f"{row['token']['p10_us'] / 1e3:.0f}, {row['token']['p90_us'] / 1e3:.0f}"
+                ),
+                "planned ms": lambda row: f"{1e3 * row['planned']:.0f}" if row["planned"] else "-",
+                "of the sum of speeds": of_sum,
+                "other load": lambda row: (
+                    "-" if row["other_load"] is None else f"{row['other_load']:.0%}"
+                ),
+                "right": verdict,
+            },
+        ),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--rank"]:
+        run_rank(json.loads(arguments[1]))
+        return 0
+    parser = parser_of(__doc__, "unequal")
+    parser.add_argument("--context", type=int, default=65536, metavar="TOKENS")
+    parser.add_argument("--tokens", type=int, default=12, help="timed tokens (default 12)")
+    parser.add_argument("--fast", type=int, default=100, metavar="PERCENT", help="default 100")
+    parser.add_argument("--slow", type=int, default=33, metavar="PERCENT", help="default 33")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name has one")
+    parsed = parser.parse_args(arguments)
+    chosen = [
+        case
+        for case in cases(parsed.slow, parsed.fast)
+        if parsed.only is None or any(text in case.name for text in parsed.only)
+    ]
+    rows = measure(chosen, parsed.context, parsed.tokens)
+    return finish(report_of(rows, parsed.context), parsed.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
