@@ -17,7 +17,7 @@ WEIGHT_DTYPES = {"bf16": BF16, "int8": 1, "int4": 0.5 + BF16 / 128}
 
 @dataclass(frozen=True)
 class Index:
-    """What chooses the keys of a query; without heads, the layer takes the choice of one before."""
+    """An index that chooses keys; without heads, the layer takes the choice of one before."""
 
     topk: int  # number of keys
     heads: int = 0
@@ -67,7 +67,7 @@ class Attention:
         return 0 if self.index is None else BF16 * self.index.columns
 
     def chooses(self, context: int) -> bool:
-        """Whether the layer scores keys: not before there are more than may be chosen."""
+        """True where the layer scores keys, as there are more than may be chosen."""
         return self.index is not None and self.index.heads > 0 and context > self.index.topk
 
     def scored(self, context: int) -> float:

@@ -208,7 +208,7 @@ def _obstacle_of_index(config: PreTrainedConfig, kinds: list[str]) -> str | None
 
 
 def _has_own_index(config: Any, number: int) -> bool:
-    """Tells whether a layer chooses keys itself, or attends to the choice of one before it."""
+    """True for a layer that chooses keys itself; others attend to the choice of one before."""
     kinds = getattr(config, "indexer_types", None)
     return kinds is None or kinds[number] == "full"
 
