@@ -48,7 +48,7 @@ STANDARD = tuple(
     for common in (512, 2048, 32768)
     for rows in (2, 4, 8, 16)
 )
-QUICK = (CascadeCase(2, 128), CascadeCase(3, 1024), CascadeCase(3, 1024, "int8"))
+QUICK = (CascadeCase(2, 128), CascadeCase(5, 1024), CascadeCase(5, 1024, "int8"))
 
 
 def run_case(case: CascadeCase, seconds: float) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from .ops import check_decode, lean_decode, merge_states
 from .options import AttentionOptions, check_tensors, takes_attention_options, with_numbers
 
 # The least number of keys that are not read again, in all sequences of a group but one: what is
-# below costs more in a call and a merge of its own (benchmarks/cascade.py).
-_LEAST_KEYS_SAVED = 512
+# below costs more in a call and a merge of its own, a quarter of a millisecond with 32 heads of 128
+# in bfloat16 on a core with AVX-512 (benchmarks/cascade.py).
+_LEAST_KEYS_SAVED = 4096
 
 
 class PageGroup(NamedTuple):
@@ -50,7 +51,7 @@ def page_groups(
         from tree_attention import page_groups
 
         page_table = torch.tensor([[*range(64), 64], [*range(64), 65]])
-        ((rows, begin, end),) = page_groups(page_table, [65, 65], page_size=16)
+        ((rows, begin, end),) = page_groups(page_table, [65, 65], page_size=64)
         print(rows, begin, end)  # (0, 1) 0 64
     """
     check_tensors("page_groups", page_table=page_table)
@@ -134,7 +135,7 @@ def cascade_decode(
         from tree_attention import cascade_decode
 
         q = torch.randn(4, 8, 1, 64)  # [batch, num_heads_q, seqlen_q, head_dim]
-        k, v = torch.randn(68, 2, 16, 64), torch.randn(68, 2, 16, 64)  # pages of 16 keys
+        k, v = torch.randn(68, 2, 32, 64), torch.randn(68, 2, 32, 64)  # pages of 32 keys
         common = torch.arange(64).expand(4, 64)  # of all sequences; then each has a page
         page_table = torch.cat((common, torch.arange(64, 68)[:, None]), dim=1).int()
         o, lse = cascade_decode(q, k, v, page_table=page_table)

@@ -127,10 +127,13 @@ def test_groups_are_found_in_the_table() -> None:
     # What all have in common is short, and what two have is long, from the same page on.
     long = torch.arange(600).repeat(4, 1)
     long[2, 2:], long[3, 1:] = 1000, 2000
-    assert page_groups(long, [600] * 4, 1) == (((0, 1), 0, 600),)
-    assert page_groups(long, [500] * 4, 1) == ()
-    assert page_groups(long, [512, 600, 600, 600], 1) == (((0, 1), 0, 512),)
-    assert page_groups(long[:0], [], 1) == ()
+    for number, found in (
+        ([600] * 4, (((0, 1), 0, 600),)),
+        ([500] * 4, ()),
+        ([512, 600, 600, 600], (((0, 1), 0, 512),)),
+    ):
+        assert page_groups(long, number, 8) == found
+    assert page_groups(long[:0], [], 8) == ()
 
 
 def test_where_little_is_saved_it_is_lean_decode() -> None:

@@ -33,7 +33,7 @@ def test_symbols_of_gdb_and_perf_are_in_the_extension() -> None:
     gdb = re.findall(r"break ([\w:]+)", section("Try a change of a kernel"))
     hot = re.search(r"On x86 the hot ones are (.*?)\.", section("Profile"), re.DOTALL)[1]
     perf = re.findall(r"`(\w+)`", hot)
-    assert len(gdb) == 1 and len(perf) == 3
+    assert len(gdb) == 1 and "sum_pairs" in perf
     extension = _loader._find(_loader.PACKAGE)
     symbols = subprocess.run(["nm", "-C", extension], capture_output=True, text=True, check=True)
     names = gdb + perf * ("avx512" in symbols.stdout)
