@@ -22,7 +22,7 @@ if ! command -v "${CXX:-g++}" >/dev/null; then
 fi
 "$python" csrc/cuda/decode/instances.py build/instances >/dev/null
 
-cpu_sources=(csrc/cpu/{vector/,bf16/,amx/,}*.cpp  # what takes longest first
+cpu_sources=(csrc/cpu/{vector/,bf16/,amx/,index/,}*.cpp  # what takes longest first
   csrc/experts/{multiply,rows*,unpack}.cpp tests/cpp/*.cpp)
 # Of the decode kernels those that the short cases use; the linker lets the others be missing.
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,ranges}/*.cu

@@ -19,6 +19,8 @@ void test_merge();
 void test_canonical_order();
 void test_merge_states();
 void test_experts();
+void test_index();
+void test_merge_topk();
 void test_shares();
 void test_amx_products();
 void test_amx_exceptions();
@@ -49,6 +51,8 @@ int main() {
       {"canonical order", test_canonical_order},
       {"merge_states", test_merge_states},
       {"experts", test_experts},
+      {"index", test_index},
+      {"merge_topk", test_merge_topk},
       {"shares", test_shares},
       {"products of emulated AMX", test_amx_products},
       {"exceptions of emulated AMX", test_amx_exceptions},

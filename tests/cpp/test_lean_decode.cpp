@@ -3,7 +3,6 @@
 
 #include <cstdio>
 #include <cstring>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -12,11 +11,13 @@
 #include "check.h"
 #include "cpu/decode.h"
 #include "decode_case.h"
+#include "instruction_sets.h"
 
 namespace {
 
 using tree_attention::DataType;
 using tree_attention::testing::DecodeCase;
+using tree_attention::testing::instruction_sets;
 using tree_attention::testing::Shape;
 namespace cpu = tree_attention::cpu;
 
@@ -31,21 +32,6 @@ const std::vector<Shape> kShapesOf8Bits = {
     {1, 1, 4, 5, 100, 64, 64, kBFloat16, 0, false, 0.0f, true, DataType::kFloat8},
     {1, 1, 4, 20, 300, 32, 96, kBFloat16, 0, false, 0.0f, true, DataType::kInt8},
 };
-
-// The list is in the message for a name that does not exist.
-std::vector<std::string> instruction_sets() {
-  std::vector<std::string> names;
-  try {
-    cpu::set_instruction_set("none");
-  } catch (const std::invalid_argument& error) {
-    const std::string text = error.what(), before = "must be one of ";
-    std::istringstream list(text.substr(text.find(before) + before.size()));
-    for (std::string name; std::getline(list >> std::ws, name, ',') && name != "got none";) {
-      names.push_back(name);
-    }
-  }
-  return names;
-}
 
 bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
