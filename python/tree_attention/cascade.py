@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from ._numbers import as_integers, integer, shown
 from .ops import check_decode, lean_decode, merge_states
 from .options import AttentionOptions, check_tensors, takes_attention_options, with_numbers
 
@@ -43,7 +44,7 @@ def page_groups(
         page_size: the keys of a page.
 
     Raises:
-        TypeError: page_table is no tensor.
+        TypeError, ValueError: an argument is no such tensor or number, or on the GPU.
 
     For example::
 
@@ -54,13 +55,14 @@ def page_groups(
         ((rows, begin, end),) = page_groups(page_table, [65, 65], page_size=64)
         print(rows, begin, end)  # (0, 1) 0 64
     """
-    check_tensors("page_groups", page_table=page_table)
+    page_size = integer("page_groups", "page_size", page_size, 1)
+    numbers = _checked_numbers(page_table, num_pages)
     # Of tables by head, pages are the same where they are for all heads.
     by_page = page_table.transpose(1, -1).flatten(0, 1) if page_table.dim() == 3 else page_table
     if page_table.dim() == 3:
         _, by_page = by_page.unique(dim=0, return_inverse=True)
         by_page = by_page.view(len(page_table), -1)
-    tables = [row[:n] for row, n in zip(by_page.tolist(), num_pages, strict=True)]
+    tables = [row[:n] for row, n in zip(by_page.tolist(), numbers, strict=True)]
     found, waiting = list[PageGroup](), [(list(range(len(tables))), 0)]
     while waiting:
         rows, begin = waiting.pop()
@@ -82,6 +84,26 @@ def page_groups(
             else:
                 waiting += _behind_a_short_run(tables, same, begin, end, page_size)
     return tuple(found)
+
+
+def _checked_numbers(page_table: Tensor, num_pages: Sequence[int]) -> list[int]:
+    check_tensors("page_groups", page_table=page_table)
+    is_integer = not (page_table.is_floating_point() or page_table.is_complex())
+    if page_table.dim() not in (2, 3) or not is_integer or page_table.device.type != "cpu":
+        raise ValueError(
+            "page_groups: page_table must be integers [batch, pages] or [batch, num_heads_kv, "
+            f"pages] on the CPU, got {page_table.dtype} of shape {list(page_table.shape)} on "
+            f"{page_table.device}"
+        )
+    batch, pages = len(page_table), page_table.shape[-1]
+    numbers = as_integers(num_pages)
+    if numbers is None or len(numbers) != batch or not all(0 <= n <= pages for n in numbers):
+        error = TypeError if numbers is None else ValueError
+        raise error(
+            f"page_groups: num_pages must be an integer from 0 to {pages} for each of {batch} "
+            f"sequences, got {shown(num_pages)}"
+        )
+    return numbers
 
 
 def _behind_a_short_run(
@@ -126,8 +148,10 @@ def cascade_decode(
 
     Raises:
         ValueError: there is no page_table, num_workers is -1, whose bits must not depend on the
-            rest of the batch, or `lean_decode` refuses an argument.
-        TypeError, RuntimeError: as in `lean_decode`.
+            rest of the batch, groups are not of this page table (of its ids on the CPU alone), or
+            `lean_decode` refuses an argument.
+        TypeError: groups are no `PageGroup`s, or as in `lean_decode`.
+        RuntimeError: as in `lean_decode`.
 
     For example::
 
@@ -158,6 +182,8 @@ def cascade_decode(
     is_traced = torch.compiler.is_compiling()
     if not is_traced:
         check_decode(q, k, v, key_ranges, out_dtype=out_dtype, **options)
+        if groups is not None:
+            _check_groups(groups, table)
     # Positions of keys in another block of a layout are no shift of those in the first.
     can_shift = "alibi_slopes" not in options or "key_layout" not in options
     if groups is None and not is_traced and q.device.type == "cpu":
@@ -165,6 +191,32 @@ def cascade_decode(
     if not groups or not can_shift:
         return lean_decode(q, k, v, key_ranges, out_dtype=out_dtype, **options)
     return _in_groups(q, k, v, key_ranges, table, out_dtype or q.dtype, groups, options)
+
+
+def _check_groups(groups: object, table: Tensor) -> None:
+    """Refuses what `page_groups` does not return for the table, as groups of an older one."""
+    is_list = isinstance(groups, Sequence)
+    if not is_list or not all(isinstance(group, PageGroup) for group in groups):
+        raise TypeError(
+            "cascade_decode: groups must be what page_groups returned, or None, got "
+            f"{shown(groups)}"
+        )
+    ends = dict.fromkeys(range(len(table)), 0)
+    for group in groups:
+        rows, (begin, end) = as_integers(group.rows) or [], as_integers(group[1:]) or (0, 0)
+        is_right = 0 < len(rows) == len({*rows}) and begin < end <= table.shape[-1]
+        # Each sequence's first group begins with its first page, and the next one where it ends.
+        is_right = is_right and all(ends.get(row) == begin for row in rows)
+        if is_right and table.device.type == "cpu":
+            common = table[..., begin:end]
+            is_right = all(torch.equal(common[row], common[rows[0]]) for row in rows[1:])
+        if not is_right:
+            raise ValueError(
+                "cascade_decode: groups must be those that page_groups finds in page_table, of "
+                f"shape {list(table.shape)}, got {shown(group)}, whose sequences have not these "
+                "pages in common; call page_groups again where a table has changed"
+            )
+        ends.update(dict.fromkeys(rows, end))
 
 
 def _groups_of(k: Tensor, key_ranges: Tensor | None, table: Tensor) -> tuple[PageGroup, ...]:

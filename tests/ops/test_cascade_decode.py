@@ -174,3 +174,56 @@ def test_what_is_refused() -> None:
         cascade_decode(**given | {"page_table": _out_of_range(given["page_table"].clone())})
     with pytest.raises(TypeError, match="page_groups: page_table must be a tensor"):
         page_groups([[1]], [1], 4)
+
+
+@pytest.mark.parametrize("table", [torch.ones(2), torch.ones(2, 3), torch.ones(2, 3).to("meta")])
+def test_tables_without_groups(table: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"page_groups: page_table must be integers .*, got torch"):
+        page_groups(table, [3, 3], 4)
+
+
+@pytest.mark.parametrize("numbers", [3, None, [3], [3, 4], [-1, 3], [3.0, 3], [[3, 3]]])
+def test_numbers_of_pages_that_are_refused(numbers: Any) -> None:
+    says = "page_groups: num_pages must be an integer from 0 to 3 for each of 2 sequences, got"
+    with pytest.raises((TypeError, ValueError), match=says):
+        page_groups(torch.ones(2, 3).int(), numbers, 4)
+
+
+@pytest.mark.parametrize("size", [0, -4, "4", 4.0, None])
+def test_sizes_of_pages_that_are_refused(size: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="page_groups: page_size must be an integer"):
+        page_groups(torch.ones(2, 3).int(), [3, 3], size)
+
+
+@pytest.mark.parametrize("groups", [5, "ab", [5], [((0, 1), 0, 2)], torch.zeros(3)])
+def test_groups_of_another_kind(groups: Any) -> None:
+    says = "cascade_decode: groups must be what page_groups returned, or None, got"
+    with pytest.raises(TypeError, match=says):
+        cascade_decode(**_case()[0], groups=groups)
+
+
+WRONG_GROUPS: dict[str, list[tuple[Any, Any, Any]]] = {
+    "another row": [((0, 4), 0, 3)],
+    "no such row": [((0, 8), 0, 3)],
+    "rows below 0": [((-8, 1), 0, 3)],
+    "a row twice": [((0, 0), 0, 3)],
+    "no rows": [((), 0, 3)],
+    "rows of floats": [((0.0, 1), 0, 3)],
+    "beyond the table": [((4,), 0, 8)],
+    "one page more": [((0, 1), 0, 5)],
+    "no pages": [((0, 1), 0, 0)],
+    "before the table": [((0, 1), -1, 3)],
+    "not from the first page": [((0, 1), 1, 3)],
+    "the same pages again": [((0, 1, 2), 0, 3), ((0, 1), 0, 3)],
+    "a page left out": [((0, 1, 2), 0, 2), ((0, 1), 3, 4)],
+    "no begin": [((0, 1), None, 3)],
+    "no end": [((0, 1), 0, "3")],
+}
+
+
+@pytest.mark.parametrize("case", WRONG_GROUPS)
+def test_groups_of_another_table(case: str) -> None:
+    """They would read keys twice, not at all, or of another sequence."""
+    groups = [cascade.PageGroup(*group) for group in WRONG_GROUPS[case]]
+    with pytest.raises(ValueError, match=r"groups must be those that page_groups finds in page_ta"):
+        cascade_decode(**_case()[0], groups=groups)
