@@ -213,10 +213,24 @@ def test_local_rows_refuse_what_is_no_slot() -> None:
     layout = BlockCyclic(2)
     with pytest.raises(TypeError, match=r"^BlockCyclic: slots must be integers, got torch.float32"):
         layout.local_rows(0, torch.ones(2))
-    with pytest.raises(ValueError, match=r"^BlockCyclic: block must be an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"^BlockCyclic: block must be an integer from 1 to"):
         layout.local_rows(0, torch.ones(2).int(), block=0)
     with pytest.raises(ValueError, match=r"^BlockCyclic: rank must be in \[0, 2\), got 2"):
         layout.local_rows(2, torch.ones(2).int())
+    for slots, error, says in (
+        (None, TypeError, r"slots must be a tensor, got None"),
+        ([1, 2], TypeError, r"slots must be a tensor, got \[1, 2\]"),
+        ("12", TypeError, r"slots must be a tensor, got '12'"),
+        (torch.tensor(3), ValueError, r"slots must have shape \[..., n\], got \[\]"),
+        (torch.tensor([3, 2**32]), ValueError, r"slots must be below 2\^31, got 4294967296$"),
+    ):
+        with pytest.raises(error, match=f"^BlockCyclic: {says}"):
+            layout.local_rows(0, slots)
+    assert layout.local_rows(0, torch.tensor([2**31 - 2 - 64])).tolist() == [2**30 - 2]
+    with pytest.raises(ValueError, match=r"slots must be below 2\^31, got 536870912 as a block of"):
+        layout.local_rows(0, torch.tensor([2**29]), block=4)
+    with pytest.raises(ValueError, match=r"block must be an integer from 1 to 2147483647, got"):
+        layout.local_rows(0, torch.tensor([1]), block=2**62)
 
 
 def test_rows_of_all_ranks_merge_to_the_rows_of_one() -> None:

@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 
 from ._numbers import as_integer, integer
+from .options import check_tensors
 from .shares import Shares, as_shares
 
 Slots = TypeVar("Slots", int, Tensor)
+_MAX_SLOT = (1 << 31) - 1  # of chosen slots, which are int32
 
 
 def _clamp(x: Slots, low: int, high: int | None) -> Slots:
@@ -148,9 +150,24 @@ class ShardLayout(ABC):
         Returns:
             int32 `[..., n * block]`: the local slots in ascending order, and then -1. It is what
             `patterns.by_rows` takes.
+
+        Raises:
+            TypeError: slots are no tensor of integers.
+            ValueError: slots have no axis or, which is not looked for on a GPU, begin at 2^31 or
+                beyond.
         """
-        block = self._at_least_1("block", block)
-        slots = self._int64("slots", torch.as_tensor(slots))
+        block = integer(type(self).__name__, "block", block, 1, _MAX_SLOT)
+        check_tensors(type(self).__name__, slots=slots)
+        if slots.dim() == 0:
+            raise ValueError(f"{type(self).__name__}: slots must have shape [..., n], got []")
+        slots = self._int64("slots", slots)
+        if slots.device.type == "cpu" and slots.numel() and not torch.compiler.is_compiling():
+            largest = int(slots.max())
+            if largest > _MAX_SLOT // block:
+                raise ValueError(
+                    f"{type(self).__name__}: slots must be below 2^31, got {largest}"
+                    + (f" as a block of {block}" if block > 1 else "")
+                )
         if block > 1:
             offsets = torch.arange(block, device=slots.device)
             slots = torch.where(slots < 0, -1, slots * block)[..., None]
