@@ -24,6 +24,7 @@ from tiers import tiers
 
 pytest.importorskip("transformers")
 
+import hf_families
 from generations import nan_in_new_memory, same_on_all_ranks
 from questions import (
     DOCUMENT,
@@ -42,6 +43,7 @@ from window_caches import crop, crop_to
 
 KINDS = ("llama", "mistral_window", "gemma2", "gpt_oss", "deepseek", "BLOOM", "MPT")
 HYBRIDS = ("Qwen3-Next", "LFM2")
+JAMBA = hf_families.HYBRIDS["Jamba"]
 Wanted = dict[tuple[str, str | None], list[list[Answer]]]
 
 
@@ -246,6 +248,22 @@ def test_what_is_refused(tmp_path: Path) -> None:
     _append(blocks, keys)
     with pytest.raises(ValueError, match=r"TreeCache\.share: deterministic is not supported"):
         blocks.share(2)
+
+
+@pytest.mark.skipif(not JAMBA.exists, reason="this release of transformers has no Jamba")
+def test_states_that_several_tokens_do_not_go_on_from_are_not_shared() -> None:
+    """A question would be answered as if nothing were before it; beams have a prompt each."""
+    model = hf_families.make_model(JAMBA)
+    wanted = _said(model, "beams").sequences
+    hf.enable(model)
+    cache = _read(model, questions_behind((26,), (11,)), None, None)
+    with pytest.raises(
+        ValueError, match=r"TreeCache\.share: layers of 'jamba' keep a state, and are not known to"
+    ):
+        cache.share(2)
+    with mock.patch.object(copies, "LEAST_SHARED", 8):
+        output = _said(model, "beams")
+    assert torch.equal(output.sequences, wanted)
 
 
 OPERATIONS: dict[str, dict[str, Any]] = {

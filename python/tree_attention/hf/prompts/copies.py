@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.tree_cache import TreeCache
 from ..release import CACHE_NAME
-from .forward import rope_of_all_positions
+from .forward import may_be_chunked
 
 # Below so many tokens a call for them and one for the rows' own cost more than reading copies.
 LEAST_SHARED = 512
@@ -38,8 +38,8 @@ def num_copies(
         # Padding would need positions, of which models have their own ideas.
         or (mask is not None and not (mask.dim() == 2 and bool(mask.all())))
         or config.output_hidden_states
-        # A token of these would be turned otherwise as the only one of a pass.
-        or rope_of_all_positions(model.config) is not None
+        # The last token is a pass of its own, behind all others.
+        or not may_be_chunked(model.config)
     ):
         return 1
     return copies
