@@ -195,8 +195,7 @@ def cascade_decode(
 
 def _check_groups(groups: object, table: Tensor) -> None:
     """Refuses what `page_groups` does not return for the table, as groups of an older one."""
-    is_list = isinstance(groups, Sequence)
-    if not is_list or not all(isinstance(group, PageGroup) for group in groups):
+    if not isinstance(groups, Sequence) or not all(isinstance(x, PageGroup) for x in groups):
         raise TypeError(
             "cascade_decode: groups must be what page_groups returned, or None, got "
             f"{shown(groups)}"
