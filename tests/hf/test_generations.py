@@ -244,7 +244,8 @@ TABLE: dict[str, Row] = {
     "shares of weights, families": Row([QUICK], _split_by_shares, deep=(2, 3, 4)),
     "shares of weights, all families": Row(_by(9, SPLIT_WEIGHTS), _split_by_shares, deep=(3,)),
     "shares of weights, operations": Row(
-        [["uneven llama_tied"]], _split_by_shares, deep=(3,), operations=ALL_OPERATIONS
+        [["uneven llama_tied"]], _split_by_shares, deep=(3,),
+        operations=[x for x in ALL_OPERATIONS if x != "kept"],  # which a layout is given for
     ),
     "shares of checkpoints": Row(
         [["uneven llama_tied", "uneven gpt_oss"]], _checkpoints_by_shares, deep=(2, 3, 4)
