@@ -241,7 +241,7 @@ TABLE: dict[str, Row] = {
         caches=("growing", "fixed", "int8"), num_tokens=20, small_windows=True,
     ),
     "shares of weights": Row([["uneven llama"]], _split_by_shares, (2,), (3, 4)),
-    "shares of weights, families": Row([QUICK], _split_by_shares, deep=(2, 3, 4)),
+    "shares of weights, families": Row([QUICK], _split_by_shares, deep=(4,)),
     "shares of weights, all families": Row(_by(9, SPLIT_WEIGHTS), _split_by_shares, deep=(3,)),
     "shares of weights, operations": Row(
         [["uneven llama_tied"]], _split_by_shares, deep=(3,),
@@ -305,7 +305,7 @@ if len(CHOOSING) == len(hf_families.CHOOSING):  # not before transformers 5.24
             [["DeepSeek-V3.2", "MiniMax-M3"]], _by_rows, ((2, 1, 3),), (), ("kept",), num_tokens=12
         ),
         "chosen keys, all kept": Row(
-            [CHOOSING], _by_rows, (), ((2, 1, 3), (3, 2, 1)), ("kept",), ("growing", "fixed"), 12
+            [CHOOSING], _by_rows, (), ((3, 2, 1),), ("kept",), ("growing", "fixed"), 12
         ),
     }
 
