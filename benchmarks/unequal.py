@@ -130,7 +130,7 @@ def run_rank(given: dict[str, Any]) -> None:
     shares: Any = {"even": None, "alone": None, "3,1": [3, 1]}.get(given["shares"])
     if size > 1:
         move_to(given["cgroup"])
-        planned, _ = measured_group(
+        planned = measured_group(
             "unequal",
             get_communicator(),
             lambda: shape_in(model.config, torch.bfloat16),

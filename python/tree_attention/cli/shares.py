@@ -78,7 +78,7 @@ def _measured(
     import torch.distributed as dist
 
     from ..exchange import get_communicator
-    from ..hf.auto_shares import advice, measured_group, of_group, said, shape_in
+    from ..hf.auto_shares import measured_group, of_group, said, shape_in
     from ..planning.models import Model
     from ..weights.checkpoint.files import Source
     from ..weights.load import read_config
@@ -93,7 +93,7 @@ def _measured(
         )
         return shape_in(config, dtype, scheme, kv_dtype)
 
-    group, hosts = measured_group(
+    group = measured_group(
         "generate",
         get_communicator(),
         shape,
@@ -106,13 +106,13 @@ def _measured(
     kept = [rank for rank in range(world.size) if rank not in left_out]
     others = group.without(left_out)
     try:
-        shares = of_group(others, [hosts[rank] for rank in kept])
+        shares = of_group(others)
     except ValueError as error:
         raise UsageError(f"--shares auto: {error}") from None
     made: Any = dist.new_group(kept) if left_out else None
     store = dist.distributed_c10d._get_default_store()
     if world.rank in left_out:
-        report("generate", f"this process is left out: {advice(group, hosts)}")
+        report("generate", f"this process is left out: {group.advice}")
         yield None
         if world.rank == 0:  # which may serve the store
             _wait_for(store, kept)

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedConfig
 
-from .._numbers import in_digits, integer
-from ..exchange import Communicator, MeasuredHost, on_every_rank
+from .._numbers import integer
+from ..exchange import Communicator, on_every_rank
 from ..planning.arithmetic import PROMPTS, SPLIT, Work
 from ..planning.measuring import as_machine, measure_all
 from ..planning.models import Model
-from ..planning.unequal import Group, by_speed
+from ..planning.unequal import Group, gigabytes, in_words, milliseconds
 from ..shares import GivenShares, ModelShares, Shares
 from .options import CacheOptions
 from .shape import shape_of
@@ -53,8 +53,8 @@ def measured_group(
     tensor_parallel_size: int = 1,
     max_length: int | None = None,
     held: int = 0,
-) -> tuple[Group, tuple[MeasuredHost, ...]]:
-    """Collective: the hosts of all ranks with a model over them, the same on every rank.
+) -> Group:
+    """Collective: a model over the hosts of all ranks, the same on every rank.
 
     Args:
         is_split: its weights are, and with it the prompts.
@@ -75,12 +75,10 @@ def measured_group(
     form = SPLIT if is_split and not model.not_split else PROMPTS
     size = tensor_parallel_size if form == SPLIT else 1
     work = Work(context)
-    return Group(model, form, machines, link, work, size), hosts
+    return Group(model, form, machines, link, work, size)
 
 
-def choose(
-    op: str, comm: Communicator, group: Group, hosts: tuple[MeasuredHost, ...]
-) -> ModelShares:
+def choose(op: str, comm: Communicator, group: Group) -> ModelShares:
     """The shares for a group, of which the first rank says what they are and why.
 
     Raises:
@@ -93,70 +91,38 @@ def choose(
     log = logging.getLogger("tree_attention")
     if comm.rank == 0:
         log.info(f"{op}: {said(group, shares)}")
-        if warning := advice(group, hosts):
-            log.warning(f"{op}: {warning}; {what_to_do(group, hosts)}")
+        if warning := group.advice:
+            log.warning(f"{op}: {warning}; {group.what_to_do}")
     size = group.tensor_parallel_size
     of_cache = None if shares is None else shares[::size]
-    if group.form == SPLIT:
+    if group.has_split_weights:
         return ModelShares(shares, of_cache, of_cache)
-    return ModelShares(None, of_cache, by_speed([host.flop for host in hosts]))
+    return ModelShares(None, of_cache, group.by_arithmetic)
 
 
-def of_group(group: Group, hosts: Sequence[MeasuredHost]) -> GivenShares:
+def of_group(group: Group) -> GivenShares:
     """The shares of a group as `from_pretrained`, or `enable` for replicated weights, take them.
 
     Raises:
         ValueError: the model fits under no shares.
     """
     shares = group.best
-    if group.form == SPLIT or len(hosts) == 1:
+    if group.has_split_weights or len(group.machines) == 1:
         return shares
-    return {"cache": shares, "prompt": by_speed([host.flop for host in hosts])}
+    return {"cache": shares, "prompt": group.by_arithmetic}
 
 
 def said(group: Group, shares: Shares, ranks: Sequence[int] | None = None) -> str:
     """A sentence on what was measured and taken; `ranks` have other numbers than in the group."""
     numbers = range(len(group.machines)) if ranks is None else ranks
     hosts = ", ".join(
-        f"rank {rank} ({machine.name}) {_gigabytes(machine.memory_bandwidth)}"
+        f"rank {rank} ({machine.name}) {gigabytes(machine.memory_bandwidth)}"
         for rank, machine in zip(numbers, group.machines, strict=True)
     )
-    taken = "equal shares" if shares is None else f"shares {', '.join(map(str, shares))}"
-    times = f"a token takes about {_milliseconds(group.token_seconds(shares))} with them"
+    times = f"a token takes about {milliseconds(group.token_seconds(shares))} with them"
     if shares is not None:
-        times += f" and {_milliseconds(group.token_seconds(None))} with equal ones"
-    return f"hosts read, in GB/s: {hosts}; {taken}: {times}"
-
-
-def advice(group: Group, hosts: Sequence[MeasuredHost]) -> str:
-    """A sentence on ranks that make a token slower, with both times, or nothing."""
-    ranks = group.unhelpful
-    if not ranks:
-        return ""
-    others = group.without(ranks)
-    fastest = max(range(len(hosts)), key=lambda rank: hosts[rank].read)
-    named = ", ".join(f"rank {rank} ({hosts[rank].host})" for rank in ranks)
-    rates = ", ".join(_gigabytes(hosts[rank].read) for rank in ranks)
-    end, them = ("", "them") if len(ranks) > 1 else ("s", "it")
-    sentence = (
-        f"{named} read{end} {rates} GB/s and rank {fastest} {_gigabytes(hosts[fastest].read)}: a "
-        f"token takes about {_milliseconds(group.seconds)} with {them} and "
-        f"{_milliseconds(others.seconds)} without"
-    )
-    if group.form != SPLIT:
-        whole = _gigabytes(group.model.weights.num_bytes)
-        sentence += f", as every rank reads all {whole} GB of weights for each token"
-    return sentence
-
-
-def what_to_do(group: Group, hosts: Sequence[MeasuredHost]) -> str:
-    """Words on what helps where ranks make a token slower."""
-    ranks = group.unhelpful
-    them = "them" if len(ranks) > 1 else "it"
-    if group.form != SPLIT and not group.model.not_split:
-        return f"split the weights with from_pretrained, or start without {them}"
-    memory = _gigabytes(sum(hosts[rank].memory for rank in ranks))
-    return f"start without {them}, or keep {them} for {memory} GB of memory"
+        times += f" and {milliseconds(group.token_seconds(None))} with equal ones"
+    return f"hosts read, in GB/s: {hosts}; {in_words(shares)}: {times}"
 
 
 def auto_for_enabled(
@@ -171,7 +137,7 @@ def auto_for_enabled(
     """Collective: shares of the cache and of prompts of a model with replicated weights."""
     if comm.world_size == 1:
         return ModelShares()
-    group, hosts = measured_group(
+    group = measured_group(
         op,
         comm,
         lambda: shape_in(config, dtype, kv_dtype=options["kv_dtype"]),
@@ -181,12 +147,4 @@ def auto_for_enabled(
         max_length=options["max_length"],
         held=held,
     )
-    return choose(op, comm, group, hosts)
-
-
-def _gigabytes(value: float) -> str:
-    return in_digits(value / 1e9)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{in_digits(1e3 * seconds)} ms"
+    return choose(op, comm, group)

@@ -228,7 +228,7 @@ def _measure(
 ) -> None:
     """Collective: gives a mesh the shares that fit the speed of its ranks."""
     if mesh.world_size > 1:
-        group, hosts = measured_group(
+        group = measured_group(
             mesh.op,
             mesh.calls,
             shape,
@@ -238,4 +238,4 @@ def _measure(
             max_length=max_length,
             held=held,
         )
-        mesh.take(choose(mesh.op, mesh.calls, group, hosts))
+        mesh.take(choose(mesh.op, mesh.calls, group))

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .._numbers import in_digits
 from ..shares import MAX_SHARE, Shares, as_shares
-from .arithmetic import Split, Work
+from .arithmetic import Seconds, Split, Work
 from .machines import Hosts, Link, Machine
 from .models import Model
 
@@ -43,22 +44,41 @@ class Group:
         size, p = self.tensor_parallel_size, len(self.machines)
         return Split(self.model, self.form, p, self.work, shares, rank, size)
 
+    @property
+    def has_split_weights(self) -> bool:
+        return self.split(None, 0).has_split_weights
+
     def local_seconds(self, shares: Shares, rank: int) -> float:
         """Time of a rank in a token without exchanges."""
         hosts = Hosts(self.machines[rank], self.link)
         return self.split(shares, rank).token_seconds(hosts).local
 
-    def token_seconds(self, shares: Shares) -> float:
-        """Time of a token until the last rank is done."""
-        each = [
+    def each_token(self, shares: Shares) -> list[Seconds]:
+        """Time of each rank in a token."""
+        return [
             self.split(shares, rank).token_seconds(Hosts(machine, self.link))
             for rank, machine in enumerate(self.machines)
         ]
-        return max(x.local for x in each) + max(x.exchange for x in each)
+
+    def each_prompt(self, shares: Shares) -> list[Seconds]:
+        """Time of each rank for the prompts."""
+        return [
+            self.split(shares, rank).prefill_seconds(Hosts(machine, self.link))
+            for rank, machine in enumerate(self.machines)
+        ]
+
+    def token_seconds(self, shares: Shares) -> float:
+        """Time of a token until the last rank is done."""
+        return until_last(self.each_token(shares)).total
 
     def slowest(self, shares: Shares) -> int:
         """The rank for which the others wait."""
         return max(range(len(self.machines)), key=lambda rank: self.local_seconds(shares, rank))
+
+    def can_take(self, shares: Shares) -> bool:
+        """True where the ranks of each tensor group have equal shares."""
+        counts = shares or (1,) * len(self.machines)
+        return counts == self._given(counts[:: self.tensor_parallel_size])
 
     def fits(self, shares: Shares) -> bool:
         return all(
@@ -100,15 +120,55 @@ class Group:
         slow = [u for u, speed in enumerate(speeds) if speed < _AS_FAST * max(speeds)]
         slow.sort(key=lambda unit: (speeds[unit], unit))
         found: tuple[int, ...] = ()
-        least = self._seconds_if_it_fits()
+        least = self.seconds_if_it_fits
         for count in range(1, len(slow) + 1):
             ranks = tuple(sorted(u * size + i for u in slow[:count] for i in range(size)))
-            seconds = self.without(ranks)._seconds_if_it_fits()
+            seconds = self.without(ranks).seconds_if_it_fits
             if seconds < least:
                 found, least = ranks, seconds
         return found
 
-    def _seconds_if_it_fits(self) -> float:
+    @property
+    def by_arithmetic(self) -> Shares:
+        """Shares of prompts whose tokens are split between replicated weights."""
+        return by_speed([machine.arithmetic for machine in self.machines])
+
+    @property
+    def advice(self) -> str:
+        """A sentence on ranks that make a token slower, with both times, or nothing."""
+        ranks, machines = self.unhelpful, self.machines
+        if not ranks:
+            return ""
+        speeds = [machine.memory_bandwidth for machine in machines]
+        fastest = speeds.index(max(speeds))
+        named = ", ".join(f"rank {rank} ({machines[rank].name})" for rank in ranks)
+        rates = ", ".join(gigabytes(speeds[rank]) for rank in ranks)
+        end, them = ("", "them") if len(ranks) > 1 else ("s", "it")
+        seconds = self.seconds_if_it_fits
+        told = f"a token takes about {milliseconds(seconds)} with {them} and"
+        if seconds == math.inf:
+            told = f"the model does not fit into memory with {them}, and a token takes about"
+        sentence = (
+            f"{named} read{end} {rates} GB/s and rank {fastest} {gigabytes(speeds[fastest])}: "
+            f"{told} {milliseconds(self.without(ranks).seconds)} without"
+        )
+        if not self.has_split_weights:
+            whole = gigabytes(self.model.weights.num_bytes)
+            sentence += f", as every rank reads all {whole} GB of weights for each token"
+        return sentence
+
+    @property
+    def what_to_do(self) -> str:
+        """Words on what helps where ranks make a token slower."""
+        them = "them" if len(self.unhelpful) > 1 else "it"
+        if not self.has_split_weights and not self.model.not_split:
+            return f"split the weights with from_pretrained, or start without {them}"
+        memory = gigabytes(sum(self.machines[rank].memory for rank in self.unhelpful))
+        return f"start without {them}, or keep {them} for {memory} GB of memory"
+
+    @property
+    def seconds_if_it_fits(self) -> float:
+        """The time of a token under the best shares, or infinity."""
         try:
             return self.seconds
         except ValueError:
@@ -225,3 +285,20 @@ def by_speed(speeds: Sequence[float]) -> Shares:
     if seconds([1] * len(speeds)) <= (1 + _LEAST_GAIN) * seconds(found):
         return None
     return as_shares("plan", "shares", found, len(speeds))
+
+
+def until_last(each: Sequence[Seconds]) -> Seconds:
+    """Time until the last rank is done, for which the others wait in their next exchange."""
+    return Seconds(max(x.local for x in each), max(x.exchange for x in each))
+
+
+def in_words(shares: Shares) -> str:
+    return "equal shares" if shares is None else f"shares {', '.join(map(str, shares))}"
+
+
+def gigabytes(value: float) -> str:
+    return in_digits(value / 1e9)
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{in_digits(1e3 * seconds)} ms"
