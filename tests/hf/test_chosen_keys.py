@@ -28,6 +28,7 @@ from transformers import DynamicCache
 from generations import generated, greedy, left_padded
 from hf_families import CHOOSING, TOPK, VOCAB_SIZE, WORKING, Family, make_model
 from questions import DOCUMENT, answers_alone, ask, check_answers, questions_behind
+from tiers import tiers
 from tree_attention import BlockCyclic, hf
 from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import chosen_keys
@@ -102,6 +103,30 @@ def _tied() -> Any:
 def test_keys_of_equal_score_are_chosen_by_slot(world_size: int) -> None:
     tokens, *_ = generated(_tied(), _prompt(), **greedy(NUM_TOKENS))
     run_ranks(_tie, world_size, tokens)
+
+
+def _by_shares(rank: int, world_size: int, name: str, said: Any) -> None:
+    uneven, empty = (3, 1, 2)[:world_size], (1, 0, 2)[:world_size]
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (None, {"layout": BlockCyclic(world_size, 4, uneven)}),
+        (None, {"layout": BlockCyclic(world_size, 4, empty)}),
+        (uneven, {}),
+        (empty, {}),
+    ]
+    for shares, options in cases:
+        model = make_model(CHOOSING[name])
+        if shares is not None:
+            model = hf.parallelize(model, shares=shares)
+        found = generated(hf.enable(model, **options), _prompt(), **greedy(NUM_TOKENS))
+        assert torch.equal(found[0], said[0]), (shares, options)
+        assert (found[1] - said[1]).abs().max() < said[2] / 10, (shares, options)
+
+
+@pytest.mark.parametrize("world_size", tiers([2], [3]))
+@pytest.mark.parametrize("name", [V32, M3])
+def test_ranks_of_unequal_shares(name: str, world_size: int) -> None:
+    said = generated(make_model(CHOOSING[name]), _prompt(), **greedy(NUM_TOKENS))
+    run_ranks(_by_shares, world_size, name, said)
 
 
 @on_ranks(2)

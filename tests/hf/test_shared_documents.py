@@ -67,7 +67,8 @@ def _read(model: Any, texts: dict[str, Tensor], layout: Any, kv_dtype: str | Non
 
 def _layouts(world_size: int, name: str) -> list[Any]:
     bounds = (*range(0, 10 * world_size, 10), 100)
-    layouts = [BlockCyclic(world_size, 4), BlockCyclic(world_size, 64), Contiguous(bounds)]
+    shares = (3, 1, 0)[:world_size]
+    layouts = [BlockCyclic(world_size, 4, shares), BlockCyclic(world_size, 64), Contiguous(bounds)]
     if name not in ("BLOOM", "MPT"):  # whose key_layout it has not
         layouts.append(ContiguousThenCyclic((*bounds[:-1], max(10 * world_size, 20)), 3))
     return layouts
