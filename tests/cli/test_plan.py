@@ -10,8 +10,8 @@ import pytest
 
 from tree_attention.__main__ import main
 from tree_attention._numbers import in_digits
-from tree_attention.exchange.auto.choose import CostTable, Measured
-from tree_attention.planning.arithmetic import ALL_FORMS
+from tree_attention.exchange.auto.choose import CostTable, Measured, MeasuredHost
+from tree_attention.planning.arithmetic import ALL_FORMS, FORMS, SPLIT, SPLIT_BY_HEADS
 
 MODEL = ("plan", "--model", "llama-3.1-8b")
 ARGUMENTS = (*MODEL, "--context", "128k", "--ranks", "8", "--machine", "h200")
@@ -54,6 +54,183 @@ def test_link_from_a_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[s
     CostTable("gloo", (0, 1), rows).save(tmp_path / "costs.json", {})
     output = printed(capsys, "--calibration", str(tmp_path / "costs.json"))
     assert "Link: 0.001 GB/s, 1e+03 us a round (fitted to costs.json, measured over gl" in output
+
+
+UNEQUAL = (*MODEL, "--context", "32k")
+ROWS = Measured("all_gather", 16384, 170e-6), Measured("all_gather", 1 << 20, 1010e-6)
+
+
+def costs_of(path: Path, *gigabytes: float, memory: float = 64e9) -> str:
+    """A table of hosts that read so many GB/s."""
+    hosts = tuple(MeasuredHost(f"h{x:g}", x * 1e9, x * 1e11, memory) for x in gigabytes)
+    CostTable("gloo", tuple(range(len(hosts) or 2)), ROWS, hosts).save(path / "costs.json", {})
+    return str(path / "costs.json")
+
+
+def rows(output: str, *begins: str) -> list[list[str]]:
+    """The cells of the rows that begin so."""
+    lines = [x.strip() for x in output.splitlines()]
+    return [x.split("  ") for b in begins for x in lines if x.startswith((f"{b}  ", f"{b} * "))]
+
+
+def test_hosts_of_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the arithmetic of tests/planning/test_unequal.py, with a link that is nearly 10 GbE."""
+    path = costs_of(tmp_path, 60, 20)
+    assert main([*UNEQUAL, "--hosts", path]) == 0
+    output = capsys.readouterr().out
+    assert "Rank 1: 64 GB at 20 GB/s, 2 TFLOP/s (h20, measured).\n" in output
+    assert "us a round (fitted to costs.json, measured over gloo on 2 ranks)." in output
+    cells = [
+        [x.strip() for x in row if x.strip()]
+        for row in rows(output, *FORMS[:3], "0 (h60)", "1 (h20)")
+    ]
+    assert [row[0] for row in cells] == [*FORMS[:2], f"{SPLIT} *", "0 (h60)", "1 (h20)"]
+    assert cells[2][1:5] == ["4, 1", "279", "6%", "539 ms"]
+    assert cells[3][1:6] == ["4 of 5", "13.2", "3.44", "64", "263"] and cells[3][-1] == "965"
+    assert cells[4][1:6] == ["1 of 5", "4.5", "0.859", "64", "257"] and cells[4][-1] == "322"
+    sentences = " ".join(output.split())
+    assert "No rank waits long for another in a token: they are busy for 257 ms to" in sentences
+    assert "Rank 0 (h60) sets the pace of a prompt: it is busy for " in sentences
+    assert "The fastest alone, rank 0 (h60), takes 322 ms per token. Leaving out" in sentences
+    assert "without rank 1 (h20) a token takes about 322 ms in place of 279 ms." in sentences
+
+
+def test_a_slow_host_is_better_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*UNEQUAL, "--hosts", costs_of(tmp_path, 60, 6), "--link", "10gbe"]) == 0
+    sentences = " ".join(capsys.readouterr().out.split())
+    assert "Rank 0 (h60) sets the pace of a token: it is busy for 322 ms" in sentences
+    assert "takes 322 ms per token, less than all together. Rank 1 (h6) reads 6 GB/s and" in (
+        sentences
+    )
+    assert sentences.endswith("337 ms with it and 322 ms without; start without it, or keep it for "
+                              "64 GB of memory.")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shares", "token", "says"),
+    [
+        (
+            "even",
+            "539",
+            "would be shares 4, 1, with cache and weights, T = 1 split: 279 ms per token.",
+        ),
+        (
+            "3,1",
+            "318",
+            "would be shares 4, 1, with cache and weights, T = 1 split: 279 ms per token.",
+        ),
+        ("auto", "279", ""),
+    ],
+)
+def test_given_shares_beside_those_by_speed(
+    shares: str, token: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = costs_of(tmp_path, 60, 20)
+    assert main([*UNEQUAL, "--hosts", path, "--shares", shares]) == 0
+    output = capsys.readouterr().out
+    (row,) = rows(output, SPLIT)
+    taken = {"auto": "4, 1"}.get(shares, shares.replace(",", ", "))
+    assert [x.strip() for x in row if x.strip()][1:3] == [taken, token]
+    assert says in " ".join(output.split()) and ("By speed" in output) == bool(says)
+
+
+def test_data_sheets_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    several = [x for name in ("h100", "h100", "a100", "a100") for x in ("--machine", name)]
+    assert main([*UNEQUAL, *several, "--shares", "2,2,1,0"]) == 0
+    output = capsys.readouterr().out
+    assert "Rank 2: 80 GB at 2,039 GB/s, 156 TFLOP/s (A100 SXM 80 GB, data sheet).\n" in output
+    assert "Link: 300 GB/s" in output  # the slower one
+    (row,) = rows(output, SPLIT_BY_HEADS)  # of one tensor group
+    assert "uneven" in map(str.strip, row)
+
+
+def test_hosts_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*UNEQUAL, "--hosts", costs_of(tmp_path, 60, 20, memory=4e9)]) == 0
+    output = capsys.readouterr().out
+    assert output.count("no room") == len(FORMS) and "Of each rank" not in output
+    assert "split, the model fits under no shares: rank 0 (h60) needs " in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "arguments", "sentence"),
+    [
+        ((), [], "--hosts {}: an older version wrote this table, which does not say how fast ho"),
+        ((60, 20), ["--ranks", "3"], "--ranks must be left out or 2, the number of ranks of --ho"),
+        ((60, 20), ["--shares", "3"], "--shares must be an integer from 0 to 1,024 for each of 2"),
+        ((60, 20), ["--shares", "0,0"], "--shares must be an integer from 0 to 1,024 for each of"),
+        ((60, 20), ["--shares", "3,x"], "--shares must be even, auto, or integers with commas"),
+        ((60, 20), ["--shares", "-3,1"], "--shares must be an integer from 0 to 1,024 for each"),
+        ((60, 20), ["--calibration", "x"], "--calibration is not needed: the table of --hosts h"),
+        ((60, 20), ["--sequences", "0"], "--sequences must be 1 to 16,384, got 0"),
+    ],
+)
+def test_mistakes_with_hosts(
+    gigabytes: tuple[float, ...],
+    arguments: list[str],
+    sentence: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = costs_of(tmp_path, *gigabytes)
+    joined = [f"--shares={x}" for x in arguments[1:]] if "--shares" in arguments else arguments
+    assert main([*UNEQUAL, "--hosts", path, *joined]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"plan: {sentence.format(path)}") and output.out == ""
+
+
+def test_a_damaged_or_missing_table_of_hosts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(costs_of(tmp_path, 60, 20))
+    for old, new, says in (
+        ('"read": 60', '"read": -60', "machines must each have a host, and read, flop, memory"),
+        ('"format": 4', '"format": 5', "it was written by another version; write a new one"),
+        ("{", "[", ""),
+        (None, None, "No such file or directory; write a new one with"),
+    ):
+        text = path.read_text()
+        if old is None:
+            path.unlink()
+        else:
+            assert old in text
+            path.write_text(text.replace(old, new, 1))
+        assert main([*UNEQUAL, "--hosts", str(path)]) == 2
+        output = capsys.readouterr()
+        start = f"plan: --hosts: table of exchange costs {path}"
+        assert output.err.startswith(start) and says in output.err and output.out == ""
+        assert "with `python -m tree_attention calibrate`" in output.err
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--machine", "cpu"], "--ranks is missing: how many ranks have this --machine?"),
+        (
+            ["--machine", "cpu", "--ranks", "2", "--shares", "3,1"],
+            "--shares is for ranks that differ: give --hosts, or --machine for each",
+        ),
+        (
+            ["--machine", "cpu", "--machine", "h100", "--ranks", "4"],
+            "--ranks must be left out or 2, the number of ranks of several --machine, got 4",
+        ),
+    ],
+)
+def test_mistakes_with_machines(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*UNEQUAL, *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.err == f"plan: {sentence}\n" and output.out == ""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--machine", "cpu", "--hosts", "costs.json"]])
+def test_machines_are_given_in_one_way(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*UNEQUAL, *arguments])
+    assert ended.value.code == 2 and "--hosts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from lab.simulation import planning
 from tree_attention.__main__ import main
+from tree_attention.exchange.auto.choose import CostTable, Measured, MeasuredHost
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/planning.md").read_text()
@@ -17,20 +18,33 @@ WHOLE_LINES = (PAGE + README).replace("\\\n", "")
 LINES = re.findall(r"^python -m tree_attention (plan [^#\n]*)", WHOLE_LINES, re.MULTILINE)
 
 
-def test_command_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    command, output = re.findall(r"```(?:sh)?\n(.*?)```", PAGE, re.DOTALL)
-    assert main(shlex.split(command)[3:]) == 0
-    found = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    assert found + "\n" == output
+@pytest.fixture
+def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table costs.json that commands of the pages name."""
+    rows = Measured("all_gather", 16384, 170e-6), Measured("all_gather", 1 << 20, 1010e-6)
+    new, old = MeasuredHost("new", 60e9, 1e12, 64e9), MeasuredHost("old", 20e9, 0.3e12, 64e9)
+    monkeypatch.chdir(tmp_path)
+    CostTable("gloo", (0, 1), rows, (new, old)).save("costs.json", {})
 
 
+@pytest.mark.usefixtures("costs")
+def test_commands_print_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```(?:sh)?\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 4
+    for command, output in zip(blocks[::2], blocks[1::2], strict=True):
+        assert main(shlex.split(command)[3:]) == 0
+        found = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+        assert found + "\n" == output
+
+
+@pytest.mark.usefixtures("costs")
 @pytest.mark.parametrize("line", LINES)
 def test_command_lines_are_understood(line: str) -> None:
     assert main(shlex.split(line)) == 0
 
 
 def test_both_pages_have_a_command() -> None:
-    assert len(LINES) == 2
+    assert len(LINES) == 3
 
 
 def test_predictions_beside_measured_runs() -> None:

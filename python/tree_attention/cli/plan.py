@@ -1,21 +1,41 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """`python -m tree_attention plan`: memory and time of a model on several ranks, by arithmetic."""
 
+from __future__ import annotations
+
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 from rich.text import Text
 
 from .._numbers import in_digits
 from ..planning.arithmetic import ALL_FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
-from ..planning.machines import LINKS, MACHINES, SUSTAINED, Hosts, fitted_link, link_of
-from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
+from ..planning.machines import (
+    LINKS,
+    MACHINES,
+    SUSTAINED,
+    Hosts,
+    Link,
+    Machine,
+    fitted_link,
+    link_of,
+)
+from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES, Model
+from ..planning.unequal_plan import UnequalPlan
+from ..shares import AUTO, Shares, as_shares
 from .models import find_model
+from .plan_hosts import show_hosts
+from .shares import given_shares
 from .usage import UsageError, argument_parser, plain_console, printable
+
+if TYPE_CHECKING:
+    from ..exchange import CostTable
 
 HEADINGS = (
     *("what is split (*: fastest token)", "weights GB", "cache GB", "longest context"),
@@ -31,6 +51,7 @@ def main(arguments: list[str]) -> int:
         "token and the time to read a prompt, from data sheets; nothing is loaded or run.",
         "plan --model llama-3.1-8b --context 1M --ranks 16 --machine cpu --link 10gbe",
         "plan --model DIR --context 128k --ranks 2 --machine cpu --calibration costs.json",
+        "plan --model DIR --context 128k --hosts costs.json",
     )
     parser.add_argument(
         "--model",
@@ -49,16 +70,32 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--ranks",
         type=int,
-        required=True,
         metavar="N",
-        help="Number of ranks, normally one for each CPU socket or GPU.",
+        help="Number of ranks, normally one for each CPU socket or GPU (default: as many as "
+        "--hosts or several --machine name).",
     )
-    parser.add_argument(
+    machines = parser.add_mutually_exclusive_group(required=True)
+    machines.add_argument(
         "--machine",
         "--gpu",
         choices=MACHINES,
-        required=True,
-        help="Data sheet of the socket or GPU that each rank has.",
+        action="append",
+        help="Data sheet of the socket or GPU that each rank has; once for each rank where they "
+        "differ.",
+    )
+    machines.add_argument(
+        "--hosts",
+        type=Path,
+        metavar="FILE",
+        help="Table that `calibrate` wrote on your ranks, in place of --machine: speed and memory "
+        "of each rank are those measured, and so is the link if --link is left out.",
+    )
+    parser.add_argument(
+        "--shares",
+        metavar="even|auto|A,B,...",
+        help="How much of the weights and of the cache each rank of --hosts or of several "
+        "--machine gets: the same (even), an integer for each rank, such as 3,1, or those with "
+        "which a token takes the least time (default: auto).",
     )
     link = parser.add_mutually_exclusive_group()
     link.add_argument(
@@ -91,33 +128,96 @@ def main(arguments: list[str]) -> int:
         metavar="N",
         help="Number of sequences that decode at the same time, over all ranks (default: 1).",
     )
-    show(plan_of(parser.parse_args(arguments)))
+    parsed = parser.parse_args(arguments)
+    if parsed.hosts is None and len(parsed.machine) == 1:
+        show(plan_of(parsed))
+    else:
+        plan = plan_of_hosts(parsed)
+        of_model = sources_of_model(plan.model, plan.work, len(plan.machines))
+        show_hosts(plan, of_model, source_of_link(plan.link))
     return 0
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
+    if arguments.ranks is None:
+        raise UsageError("--ranks is missing: how many ranks have this --machine?")
+    if arguments.shares is not None:
+        raise UsageError("--shares is for ranks that differ: give --hosts, or --machine for each")
+    model, work = what_is_planned(arguments)
+    machine = MACHINES[arguments.machine[0]]
+    link = link_between(arguments, [machine], arguments.ranks)
+    return Plan(model, Hosts(machine, link), arguments.ranks, work)
+
+
+def plan_of_hosts(arguments: argparse.Namespace) -> UnequalPlan:
+    model, work = what_is_planned(arguments)
+    if arguments.hosts is None:
+        source, machines = "several --machine", [MACHINES[name] for name in arguments.machine]
+        link = link_between(arguments, machines, len(machines))
+    else:
+        source = f"--hosts {arguments.hosts}"
+        if arguments.calibration is not None:
+            raise UsageError("--calibration is not needed: the table of --hosts has its link")
+        from ..planning.measuring import as_machine  # not above: the rest needs no torch
+
+        costs, fitted = _measured_link("--hosts", arguments.hosts)
+        if not costs.machines:
+            raise UsageError(
+                f"{source}: an older version wrote this table, which does not say how fast hosts "
+                "are; write a new one with `python -m tree_attention calibrate`"
+            )
+        machines = [as_machine(host) for host in costs.machines]
+        link = fitted if arguments.link is None else LINKS[arguments.link]
+    count = len(machines)
+    if arguments.ranks not in (None, count):
+        raise UsageError(
+            f"--ranks must be left out or {count:,}, the number of ranks of {source}, got "
+            f"{arguments.ranks:,}"
+        )
+    return UnequalPlan(model, tuple(machines), link, work, _shares(arguments.shares, count))
+
+
+def _shares(text: str | None, count: int) -> Shares | Literal["auto"]:
+    if text is None or text == AUTO:
+        return "auto"
+    try:
+        return as_shares("plan", "--shares", given_shares(text), count)
+    except ValueError as error:
+        raise UsageError(str(error).removeprefix("plan: ")) from error
+
+
+def what_is_planned(arguments: argparse.Namespace) -> tuple[Model, Work]:
     context = tokens_of("--context", arguments.context)
     for option, count in (("--ranks", arguments.ranks), ("--sequences", arguments.sequences)):
-        if not 1 <= count <= MAX_RANKS:
+        if count is not None and not 1 <= count <= MAX_RANKS:
             raise UsageError(f"{option} must be 1 to {MAX_RANKS:,}, got {count:,}")
     try:
         model = find_model(arguments.model)
     except ValueError as error:
         raise UsageError(f"--model: {error}") from error
-    machine = MACHINES[arguments.machine]
-    link = LINKS[arguments.link or link_of(machine, arguments.ranks)]
-    if arguments.calibration is not None:
-        from ..exchange import CostTable  # not above: the rest needs no torch
-
-        try:
-            link = fitted_link(CostTable.load(arguments.calibration), arguments.calibration.name)
-        except ValueError as error:
-            raise UsageError(f"--calibration: {error}") from error
     model = replace(model, kv_dtype=arguments.kv_dtype)
     if arguments.weight_dtype is not None:
         model = replace(model, weights=model.weights.quantised(arguments.weight_dtype))
-    work = Work(context, arguments.sequences)
-    return Plan(model, Hosts(machine, link), arguments.ranks, work)
+    return model, Work(context, arguments.sequences)
+
+
+def link_between(arguments: argparse.Namespace, machines: Sequence[Machine], ranks: int) -> Link:
+    """The link that options name, or the usual one; of several, that which takes longest."""
+    if arguments.calibration is not None:
+        return _measured_link("--calibration", arguments.calibration)[1]
+    if arguments.link is not None:
+        return LINKS[arguments.link]
+    return min((LINKS[link_of(x, ranks)] for x in machines), key=lambda link: link.bandwidth)
+
+
+def _measured_link(option: str, path: Path) -> tuple[CostTable, Link]:
+    from ..exchange import CostTable  # not above: the rest needs no torch
+
+    try:
+        costs = CostTable.load(path)
+        return costs, fitted_link(costs, path.name)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
 
 
 def tokens_of(option: str, text: str) -> int:
@@ -149,7 +249,24 @@ def show(plan: Plan) -> None:
 
 def sources(plan: Plan) -> list[str]:
     """Return what the numbers are made from: the work, the model, the machine and the link."""
-    model, work, machine, link = plan.model, plan.work, plan.hosts.machine, plan.hosts.link
+    machine = plan.hosts.machine
+    return [
+        *sources_of_model(plan.model, plan.work, plan.ranks),
+        f"Rank: {machine.memory / 1e9:,.0f} GB at {machine.memory_bandwidth / 1e9:,.0f} GB/s, "
+        f"{SUSTAINED:.0%} of {machine.arithmetic / 1e12:,.0f} TFLOP/s ({machine.name}, "
+        f"{machine.source}).",
+        source_of_link(plan.hosts.link),
+    ]
+
+
+def source_of_link(link: Link) -> str:
+    return (
+        f"Link: {link.bandwidth / 1e9:,.3g} GB/s, {1e6 * link.round_seconds:,.3g} us a round "
+        f"({link.source})."
+    )
+
+
+def sources_of_model(model: Model, work: Work, ranks: int) -> list[str]:
     weights, several = model.weights, f"{work.sequences} sequences of " * (work.sequences > 1)
     experts = f", {weights.chosen} of {weights.num_experts} experts for a token"
     caches = []
@@ -162,15 +279,10 @@ def sources(plan: Plan) -> list[str]:
     size = in_digits(weights.num_bytes / 1e9)
     return [
         f"{model.name}, cache in {model.kv_dtype}, {several}{_count(work.context, 'token')}, "
-        f"{_count(plan.ranks, 'rank')}",
+        f"{_count(ranks, 'rank')}",
         f"Model: {weights.total / 1e9:,.3g} billion weights in {size} GB"
         f"{experts if weights.experts else ''}.",
         f"Cache: {'; '.join(caches)}.",
-        f"Rank: {machine.memory / 1e9:,.0f} GB at {machine.memory_bandwidth / 1e9:,.0f} GB/s, "
-        f"{SUSTAINED:.0%} of {machine.arithmetic / 1e12:,.0f} TFLOP/s ({machine.name}, "
-        f"{machine.source}).",
-        f"Link: {link.bandwidth / 1e9:,.3g} GB/s, {1e6 * link.round_seconds:,.3g} us a round "
-        f"({link.source}).",
     ]
 
 

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""A plan for machines that differ: what each holds, for which the others wait, and what is gained
+without one."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from .._numbers import in_digits
+from ..shares import Shares
+from .arithmetic import FORMS, PROMPTS, Seconds, Split, Work
+from .machines import Link, Machine
+from .models import Model
+from .unequal import Group, in_words, milliseconds, until_last
+
+# Ranks that are busy for nearly as long do not wait for each other.
+_EQUAL = 1.05
+
+
+@dataclass(frozen=True)
+class UnequalPlan:
+    """A model on machines that differ, one for each rank, and their work; with given shares, or of
+    each form those with which a token takes the least time."""
+
+    model: Model
+    machines: tuple[Machine, ...]
+    link: Link
+    work: Work
+    given: Shares | Literal["auto"] = "auto"
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """The machines in each form."""
+        p = len(self.machines)
+        sizes = {form: Split(self.model, form, p, self.work).tensor_parallel_size for form in FORMS}
+        return {
+            form: Group(self.model, form, self.machines, self.link, self.work, size)
+            for form, size in sizes.items()
+        }
+
+    def shares(self, form: str) -> Shares:
+        """What each rank gets in a form.
+
+        Raises:
+            ValueError: the model fits under no shares.
+        """
+        return self.groups[form].best if self.given == "auto" else self.given
+
+    def refusal(self, form: str) -> str:
+        """Reason why the ranks cannot take this form, in few words, or nothing."""
+        group = self.groups[form]
+        if obstacle := group.split(None, 0).obstacle:
+            return obstacle
+        try:
+            shares = self.shares(form)
+        except ValueError:
+            return "no room"
+        if not group.can_take(shares):
+            return "uneven"
+        return "" if group.fits(shares) else "no room"
+
+    def token(self, form: str) -> Seconds:
+        return until_last(self.groups[form].each_token(self.shares(form)))
+
+    def prompt(self, form: str) -> Seconds:
+        return until_last(self.each_prompt(form))
+
+    def each_prompt(self, form: str) -> list[Seconds]:
+        """Time of each rank for the prompts."""
+        group, shares = self.groups[form], self.shares(form)
+        if form == PROMPTS and self.given == "auto":
+            shares = group.by_arithmetic
+        return group.each_prompt(shares)
+
+    @cached_property
+    def best(self) -> str | None:
+        """The form with the least time per token; of equal ones, that with the fastest prompt."""
+        able = [form for form in FORMS if not self.refusal(form)]
+        return min(able, key=lambda x: (self.token(x).total, self.prompt(x).total), default=None)
+
+    def without(self, form: str, rank: int) -> float:
+        """Seconds of a token without this rank, and its tensor group, under the best shares;
+        infinity where the others have no room."""
+        group = self.groups[form]
+        size = group.tensor_parallel_size
+        members = range(rank // size * size, rank // size * size + size)
+        return group.without(members).seconds_if_it_fits
+
+    def verdicts(self) -> list[str]:
+        """Return in sentences who sets the pace, and what leaving a rank out gains."""
+        form = self.best
+        sentences = [
+            f"Refused: {why}."
+            for why in (self.model.not_split, self.model.prompts_not_split)
+            if why
+        ]
+        if form is None:
+            return [*sentences, *self._lacks()]
+        group, token = self.groups[form], self.groups[form].each_token(self.shares(form))
+        sentences += [
+            self._pace("a token", token, milliseconds),
+            self._pace("a prompt", self.each_prompt(form), lambda x: f"{in_digits(x)} s"),
+        ]
+        fastest = replace(self, given="auto")
+        group = self.groups[fastest.best or form]
+        if self.given != "auto" and fastest.best is not None:
+            sentences.append(
+                f"By speed it would be {in_words(group.best)}, with {group.form} split: "
+                f"{milliseconds(group.seconds)} per token."
+            )
+        sentences += [self._alone(group), self._left_out(group)]
+        return sentences
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} ({self.machines[rank].name})"
+
+    def _pace(self, what: str, each: Sequence[Seconds], text: Callable[[float], str]) -> str:
+        busy = [x.local for x in each]
+        last, first = busy.index(max(busy)), busy.index(min(busy))
+        exchange = text(until_last(each).exchange)
+        most, least = text(busy[last]), text(busy[first])
+        if busy[last] <= _EQUAL * busy[first]:
+            return (
+                f"No rank waits long for another in {what}: they are busy for {least} to {most}, "
+                f"and exchanges take {exchange}."
+            )
+        return (
+            f"R{self._named(last)[1:]} sets the pace of {what}: it is busy for {most}, "
+            f"{self._named(first)} for {least}, and exchanges take {exchange}."
+        )
+
+    def _alone(self, group: Group) -> str:
+        alone = [
+            replace(group, machines=(machine,), tensor_parallel_size=1).seconds_if_it_fits
+            for machine in self.machines
+        ]
+        fastest = alone.index(min(alone))
+        if alone[fastest] == math.inf:
+            return "No rank has room for the whole model and cache."
+        than = ", less than all together" if alone[fastest] < group.seconds_if_it_fits else ""
+        seconds = milliseconds(alone[fastest])
+        return f"The fastest alone, {self._named(fastest)}, takes {seconds} per token{than}."
+
+    def _left_out(self, group: Group) -> str:
+        if group.advice:
+            return f"R{group.advice[1:]}; {group.what_to_do}."
+        size = group.tensor_parallel_size
+        if size == len(self.machines):
+            return "No rank can be left out, as all of them split the heads."
+        times = [self.without(group.form, rank) for rank in range(len(self.machines))]
+        rank = times.index(min(times))
+        if times[rank] == math.inf:
+            return "No rank can be left out: the others have no room for the model and cache."
+        return (
+            f"Leaving out a rank gains nothing: without {self._named(rank)} a token takes about "
+            f"{milliseconds(times[rank])} in place of {milliseconds(group.seconds)}."
+        )
+
+    def _lacks(self) -> list[str]:
+        """Why no form has room."""
+        for form in reversed(FORMS):
+            group = self.groups[form]
+            if group.split(None, 0).obstacle:
+                continue
+            try:
+                best = group.best
+            except ValueError as error:
+                return [f"If {form} is split, {error}."]
+            there = f"{in_words(best)}: {milliseconds(group.seconds)} per token"
+            return [f"If {form} is split, there is room with {there}."]
+        return []
