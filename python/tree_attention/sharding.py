@@ -21,8 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ._numbers import as_integer, integer
-from .options import check_tensors
+from ._numbers import as_integer, integer, shown
 from .shares import Shares, as_shares
 
 Slots = TypeVar("Slots", int, Tensor)
@@ -157,7 +156,8 @@ class ShardLayout(ABC):
                 beyond.
         """
         block = integer(type(self).__name__, "block", block, 1, _MAX_SLOT)
-        check_tensors(type(self).__name__, slots=slots)
+        if not isinstance(slots, Tensor):
+            raise TypeError(f"{type(self).__name__}: slots must be a tensor, got {shown(slots)}")
         if slots.dim() == 0:
             raise ValueError(f"{type(self).__name__}: slots must have shape [..., n], got []")
         slots = self._int64("slots", slots)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `plan` prints of machines that differ: a row for each form, and of the fastest one for each
-rank."""
+"""Printing of a plan for machines that differ: a row for each form, and of the fastest one a row
+for each rank."""
 
 import math
 import sys

@@ -41,7 +41,7 @@ class UnequalPlan:
         }
 
     def shares(self, form: str) -> Shares:
-        """What each rank gets in a form.
+        """Lists the shares of each rank in a form.
 
         Raises:
             ValueError: the model fits under no shares.
