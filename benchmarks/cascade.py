@@ -20,7 +20,7 @@ if __name__ == "__main__":
 
 from benchmarks.harness.accuracy import Float64Check
 from benchmarks.harness.measure import Load, load_warnings, pin_threads, time_alternating
-from benchmarks.harness.program import finish, parser_of, progress_bar, shown
+from benchmarks.harness.program import add_quick, finish, parser_of, progress_bar, shown
 from benchmarks.harness.report import Columns, Report, columns_of, environment, verdict
 from tree_attention import cascade_decode, lean_decode, page_groups
 from tree_attention.reference import quantise
@@ -128,10 +128,7 @@ COLUMNS: Columns = {
 
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__, "cascade")
-    parser.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
-    parser.add_argument(
-        "--seconds", type=float, default=1.0, help="timed seconds per case (default 1)"
-    )
+    add_quick(parser, 1.0)
     parsed = parser.parse_args(arguments)
     return finish(measure(QUICK if parsed.quick else STANDARD, parsed.seconds), parsed.out)
 

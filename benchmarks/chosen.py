@@ -79,7 +79,8 @@ def run_index(case: IndexCase, length: int, seconds: float) -> dict[str, Any]:
         return index_topk(q, sets[index], weights, topk=topk, block=case.block, scale=scale)
 
     def by_torch(index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Of matrices: with axes of batch and heads torch takes a hundred times as long in bfloat16.
+        # torch gets matrices here: with axes of batch and heads its product in bfloat16 takes a
+        # hundred times as long.
         scores = (scale * (q[0, :, 0].to(dtype) @ sets[index][0, 0].to(dtype).mT)).float()
         if weights is not None:
             scores = weights[0, :, 0] @ scores.relu()

@@ -28,7 +28,7 @@ from benchmarks.harness.measure import (
     pin_threads,
     time_alternating,
 )
-from benchmarks.harness.program import finish, parser_of, progress_bar, shown
+from benchmarks.harness.program import add_quick, finish, parser_of, progress_bar, shown
 from benchmarks.harness.report import Columns, Report, columns_of, environment, verdict
 from tree_attention import lean_decode
 from tree_attention.patterns import dilated, first, page_lists, random_blocks, window
@@ -199,10 +199,7 @@ COLUMNS: Columns = {
 
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__, "sparse")
-    parser.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
-    )
+    add_quick(parser, 2.0)
     parsed = parser.parse_args(arguments)
     return finish(measure(QUICK if parsed.quick else STANDARD, parsed.seconds), parsed.out)
 

@@ -25,16 +25,29 @@ def parser_of_cases(description: str) -> argparse.ArgumentParser:
     """The options of a program that times a list of cases."""
     parser = argparse.ArgumentParser(description=description)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
+    _add_quick(size)
     size.add_argument("--full", action="store_true", help="every case: minutes")
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", help="cases whose name contains one of these"
     )
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
-    )
+    _add_seconds(parser, 2.0)
     add_out(parser)
     return parser
+
+
+def add_quick(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """The options of a program whose cases are a few, or fewer and tiny."""
+    _add_quick(parser)
+    _add_seconds(parser, seconds)
+
+
+def _add_quick(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
+
+
+def _add_seconds(parser: argparse.ArgumentParser, seconds: float) -> None:
+    text = f"timed seconds per case (default {seconds:g})"
+    parser.add_argument("--seconds", type=float, default=seconds, help=text)
 
 
 def parser_of(documentation: str | None, name: str) -> argparse.ArgumentParser:

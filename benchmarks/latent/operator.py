@@ -33,7 +33,7 @@ from ..harness.measure import (
     read_memory,
     time_alternating,
 )
-from ..harness.program import finish, parser_of, progress_bar, shown
+from ..harness.program import add_quick, finish, parser_of, progress_bar, shown
 from ..harness.report import Columns, Report, columns_of, environment, verdict
 
 RANK, ROPE, NOPE, VALUE = 512, 64, 128, 128  # columns of a latent, and of a head
@@ -301,10 +301,7 @@ COLUMNS: Columns = {
 
 def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__, "latent_operator")
-    parser.add_argument("--quick", action="store_true", help="a few tiny cases, to try it")
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="timed seconds per case (default 2)"
-    )
+    add_quick(parser, 2.0)
     add_peers(parser)
     parsed = parser.parse_args(arguments)
     cases = QUICK if parsed.quick else STANDARD

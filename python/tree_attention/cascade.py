@@ -57,7 +57,7 @@ def page_groups(
     """
     page_size = integer("page_groups", "page_size", page_size, 1)
     numbers = _checked_numbers(page_table, num_pages)
-    # Of tables by head, pages are the same where they are for all heads.
+    # With a table for each head, two pages count as the same if all heads have the same ids there.
     by_page = page_table.transpose(1, -1).flatten(0, 1) if page_table.dim() == 3 else page_table
     if page_table.dim() == 3:
         _, by_page = by_page.unique(dim=0, return_inverse=True)

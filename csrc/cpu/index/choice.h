@@ -45,7 +45,7 @@ inline void sort_entries(std::vector<Entry>& entries, std::vector<Entry>& memory
 // capacity(topk) + the entries of one offer, and drops those beyond topk when there are more.
 class Choice {
  public:
-  // Of up to `most` entries, with up to `together` in an offer.
+  // At most `most` entries are offered in all, and at most `together` of them in one offer.
   Choice(int64_t topk, int64_t most, int64_t together) : topk_(topk) {
     // Memory that is never written takes none, but a vector that grows takes twice its size.
     entries_.reserve(std::min(capacity(topk) + together, most));

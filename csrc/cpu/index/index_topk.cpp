@@ -87,7 +87,8 @@ void check_positions(const IndexParams& p) {
 
 float larger(float a, float b) { return (b > a) | (b != b) ? b : a; }
 
-// Of at least one score; in lanes, which do not wait for each other.
+// The largest of at least one score. Each lane has a maximum of its own, so that no comparison
+// waits for the one before.
 float largest(const float* scores, int count) {
   constexpr int kLanes = 16;
   float lanes[kLanes];
@@ -109,7 +110,7 @@ class Reader {
         local_(LocalBlocks::of(p, batch, token)),
         choice_(p.topk, p.seqlen_k + local_.end - local_.begin, ScoreTile::kKeys) {
     constexpr float kFirst = std::numeric_limits<float>::infinity();
-    // Of equal scores, those behind the first topk cannot be chosen.
+    // Local blocks have equal scores, so only the first topk of them can be chosen.
     const int64_t end = std::min<int64_t>(local_.end, local_.begin + p.topk);
     for (int64_t block = local_.begin; block < end; ++block) {
       choice_.offer(kFirst, static_cast<int32_t>(block));
