@@ -165,6 +165,15 @@ def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Pat
             measuring.measure_all("measure", get_communicator(damaged), CPU, 5.0)
 
 
+@on_ranks(3, timeout=180.0)
+def test_ranks_outside_of_the_group_are_not_asked(rank: int, world_size: int) -> None:
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        with measured(60, 20):
+            model = hf.parallelize(make_model("llama"), group=group, shares="auto")
+        assert hf.mesh(model).world_size == 2
+
+
 def test_one_process_measures_nothing() -> None:
     with mock.patch.object(auto_shares, "measure_all", side_effect=AssertionError):
         model = hf.enable(hf.parallelize(make_model("llama"), shares="auto"))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from ..planning.models import BF16, Attention, Index, Model, Weights
 from ..weights.checkpoint.formats import check_format
-from ..weights.mesh import Mesh
+from ..weights.mesh import OneRank
 from ..weights.plan import plan, whole_parts
 from .cache.build import BLOCKS, INDEXED, config_of_layer
 from .cache.growing import TreeCacheLayer
@@ -121,7 +121,7 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, s
     by_heads: dict[str, str] = {}  # kinds of the parameters that tensor_parallel_size divides
     quantization = config.to_dict().get("quantization_config") or {}
     try:
-        made = plan(model, Mesh(None, 1, op="plan"))
+        made = plan(model, OneRank("plan"))
         cut, sums = frozenset(made.cuts), len(made.summed)
         for path, heads in made.heads.items():
             for child in heads.projections:

@@ -149,6 +149,15 @@ def column_of(group: ProcessGroup | Communicator | None) -> tuple[int, int]:
     return (0, 1) if group is None else _columns.get(group, (0, 1))
 
 
+class OneRank(Mesh):
+    """One rank that has all of a model, for plans, which concern no other rank."""
+
+    def __init__(self, op: str) -> None:
+        self.op, self.rank, self.world_size, self.tensor_parallel_size = op, 0, 1, 1
+        self.tensor_rank, self.context_rank, self.context_size = 0, 0, 1
+        self.take(ModelShares())
+
+
 def _new_group(group: ProcessGroup, ranks: list[int], timeout: float) -> ProcessGroup:
     """A group of some ranks of `group`, one of them this one; the others take no part."""
     # `torch.distributed.new_group` names groups by how many the process has made, and ranks that

@@ -86,7 +86,8 @@ class WindowLayer(TreeCacheLayer):
                 "whose lengths differ less, or the whole texts of all rows, padded on the left, "
                 "without a cache"
             )
-        self.hole = min(hole, MARGIN)
+        # If all slots fit into the ring, none of them is gone.
+        self.hole = hole if num_slots > self.window + MARGIN else 0
 
     def check_sees_around(self, first: int) -> None:
         """Raises NotImplementedError if queries behind a hole see a slot that is gone."""
