@@ -230,7 +230,7 @@ NOTES = (
     "which pairs of bfloat16 make up to twice as many.",
     "torch: the products in bfloat16, and topk; transformers: the same in float32, to which it "
     "converts the keys of every token. For rows torch gathers them, which attention by ours does "
-    "without; making the pages is done once for all layers that share a choice.",
+    "without; making the pages is done in each layer.",
     "error is the largest of a score, relative to the largest score, or of o, against float64. A "
     "choice that leaves a better key out is WRONG.",
 )

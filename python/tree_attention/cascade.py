@@ -6,8 +6,8 @@ or document. Their queries are queries of one state over these keys: the pages a
 their queries as those of one sequence, and what each sequence has for itself is another.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,13 +66,7 @@ def page_groups(
     found, waiting = list[PageGroup](), [(list(range(len(tables))), 0)]
     while waiting:
         rows, begin = waiting.pop()
-        by_id = dict[int, list[int]]()
-        for row in rows:
-            if begin < len(tables[row]):
-                by_id.setdefault(tables[row][begin], []).append(row)
-        for same in by_id.values():
-            if len(same) == 1:
-                continue
+        for same in _by_page(tables, rows, begin):
             first, *others = (tables[row] for row in same)
             end = min(map(len, (first, *others)))
             for other in others:
@@ -82,7 +76,9 @@ def page_groups(
                 found.append(PageGroup(tuple(same), begin, end))
                 waiting.append((same, end))
             else:
-                waiting += _behind_a_short_run(tables, same, begin, end, page_size)
+                # Fewer of them may have a longer run in common, which pays. It is from the same
+                # beginning: a sequence reads all before its first group by itself.
+                waiting += [(fewer, begin) for fewer in _by_page(tables, same, end)]
     return tuple(found)
 
 
@@ -106,16 +102,13 @@ def _checked_numbers(page_table: Tensor, num_pages: Sequence[int]) -> list[int]:
     return numbers
 
 
-def _behind_a_short_run(
-    tables: Sequence[Sequence[int]], rows: Sequence[int], begin: int, end: int, page_size: int
-) -> list[tuple[list[int], int]]:
-    """Fewer of the sequences, of which the run may be longer and pay together with it."""
+def _by_page(tables: Sequence[Sequence[int]], rows: Sequence[int], place: int) -> list[list[int]]:
+    """The sequences that have the same page at a place, if several do."""
     by_id = dict[int, list[int]]()
     for row in rows:
-        if end < len(tables[row]):
-            by_id.setdefault(tables[row][end], []).append(row)
-    # From the same beginning: a sequence reads all before its first group by itself.
-    return [(same, begin) for same in by_id.values() if 1 < len(same) < len(rows)]
+        if place < len(tables[row]):
+            by_id.setdefault(tables[row][place], []).append(row)
+    return [same for same in by_id.values() if len(same) > 1]
 
 
 @takes_attention_options
@@ -257,17 +250,34 @@ def _in_groups(
     for group in groups:
         rows = torch.tensor(group.rows, device=q.device)
         first, size = group.begin * page_size, (group.end - group.begin) * page_size
-        ranges = (key_ranges[rows] - first).clamp_(0, size).flatten(0, 1)[None]
+        ranges = key_ranges[rows].clamp(first, first + size) - first
         pages = table[group.rows[0], ..., group.begin : group.end][None]
         given: AttentionOptions = {**options, "page_table": pages}
         positions = options.get("query_positions")
         if positions is not None:
-            given["query_positions"] = (positions[rows] - first).flatten()[None]
-        queries = q[rows].transpose(0, 1).flatten(1, 2)[None]
-        state = lean_decode(queries, k, v, ranges, out_dtype=torch.float32, **given)
+            given["query_positions"] = positions[rows] - first
+        state = attend_as_one(q[rows], k, v, ranges, torch.float32, given)
         levels = torch.tensor([seen[row] + 1 for row in group.rows], device=q.device)
         for parts, x in zip((o, lse), state, strict=True):
-            parts[levels, rows] = x[0].unflatten(1, (len(rows), seqlen_q)).transpose(0, 1)
+            parts[levels, rows] = x
         for row in group.rows:
             seen[row] += 1
     return merge_states(o, lse, out_dtype=out_dtype)
+
+
+def attend_as_one(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_ranges: Tensor,
+    out_dtype: torch.dtype,
+    options: Mapping[str, Any],
+) -> list[Tensor]:
+    """`lean_decode` of all rows of q, as queries of the one sequence that k and v are."""
+    rows, options = (q.shape[0], q.shape[2]), dict(options)
+    if "query_positions" in options:
+        options["query_positions"] = options["query_positions"].flatten()[None]
+    # A view, where each row has one token.
+    queries, ranges = q.transpose(0, 1).flatten(1, 2)[None], key_ranges.flatten(0, 1)[None]
+    state = lean_decode(queries, k, v, ranges, out_dtype=out_dtype, **options)
+    return [x[0].unflatten(1, rows).transpose(0, 1) for x in state]

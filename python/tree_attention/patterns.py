@@ -394,10 +394,7 @@ def _check_rows(rows: Tensor, batch: int, num_heads: int, seqlen_q: int, end: in
 
 def _page_factors(k: Tensor, v: Tensor) -> list[int]:
     """Numbers that a sequence, a kv head and a row add to a page's, the same for k and v."""
-    factors = []
-    for x in (k, v):
-        unit = _unit(x)
-        factors.append([stride // unit for stride in _strides(x)])
+    factors = [_factors(x) for x in (k, v)]
     if factors[0] != factors[1]:
         raise ValueError(
             f"by_rows: v must lie in memory as k does, got strides {list(k.stride())} of k and "
@@ -407,6 +404,11 @@ def _page_factors(k: Tensor, v: Tensor) -> list[int]:
     if number >= 2**31:
         raise ValueError(f"by_rows: k must have below 2^31 rows in memory, got {number}")
     return factors[0]
+
+
+def _factors(x: Tensor) -> list[int]:
+    unit = _unit(x)
+    return [stride // unit for stride in _strides(x)]
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -425,6 +427,11 @@ def _gcd(*numbers: int) -> int:
         while number:
             found, number = number, found % number
     return found
+
+
+def pages_of(x: Tensor) -> Tensor:
+    """The pages of one row that `by_rows` makes of a cache, for the scales of its keys."""
+    return _pages(x, 1, _factors(x))
 
 
 def _pages(x: Tensor, size: int, factors: list[int]) -> Tensor:

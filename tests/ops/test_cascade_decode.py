@@ -82,6 +82,12 @@ def test_equals_the_reference(seqlen_q: int, num_ranges: int, by_head: bool) -> 
         _check(_case(seqlen_q, num_ranges, by_head, seed)[0])
 
 
+def test_ranges_that_begin_far_before_the_keys() -> None:
+    given, _ = _case()
+    given["key_ranges"][..., 0] = torch.iinfo(torch.int32).min
+    _check(given)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_keys_of_8_bits(dtype: torch.dtype) -> None:
     given, _ = _case()
@@ -170,7 +176,7 @@ def test_what_is_refused() -> None:
         cascade_decode(**given, num_workers=-1)
     with pytest.raises(ValueError, match=r"^lean_decode: "):
         cascade_decode(**given | {"k": given["k"].double()})
-    with LEAST, pytest.raises(ValueError, match="page_table"):
+    with LEAST, pytest.raises(ValueError, match=r"^lean_decode: page_table must hold page ids"):
         cascade_decode(**given | {"page_table": _out_of_range(given["page_table"].clone())})
     with pytest.raises(TypeError, match="page_groups: page_table must be a tensor"):
         page_groups([[1]], [1], 4)

@@ -238,7 +238,7 @@ def test_local_blocks_that_cannot_all_be_chosen() -> None:
     assert slots.flatten().tolist() == [0, 1, 2, 3, 4] and (scores == INF).all()
 
 
-def test_memory_is_bounded_where_results_are_large() -> None:
+def test_heads_that_are_done_in_turn_choose_the_same() -> None:
     """Many heads that choose for themselves are done in turn, with the same result."""
     q, k = integers(1, 40, 2, 4), integers(1, 1, 500, 4, seed=1)
     scores, slots = index_topk(q, k, topk=200_000)

@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 
 from ..exchange import all_merge_states
 from ..ops import lean_decode
-from ..patterns import by_rows
+from ..patterns import by_rows, pages_of
 from ..weights.mesh import Mesh
 from ..weights.split import mesh_of, own_heads
 from .cache.chosen_keys import NEEDS_CACHE, BlockChoice, Choice
@@ -150,15 +150,7 @@ def _over_shard(
         return attend_to_parts(query, parts, out_dtype)
     if len(parts) > 1 and shard.blocks.size:
         raise shard.blocks.refusal("tree_attention", f"is not supported with {_IN_PARTS}")
-    merging: dict[str, Any] = {
-        "out_dtype": out_dtype,
-        "head_sharded": is_head_sharded,
-        "strategy": shard.strategy,
-        "group": shard.comm,
-        "timeout": shard.timeout,
-    }
-    if counts is not None and is_head_sharded:
-        merging["head_counts"] = counts
+    merging = {"out_dtype": out_dtype, **_merging(shard, is_head_sharded, counts)}
 
     def decode(q: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
         if len(parts) == 1:
@@ -177,6 +169,17 @@ def _over_shard(
     states = (decode(query[:, :, own], [part.of(own) for part in parts]) for own in pieces)
     o, lse = zip(*states, strict=True)
     return torch.cat(o, dim=2), torch.cat(lse, dim=2)
+
+
+def _merging(shard: Shard, is_head_sharded: bool, counts: tuple[int, ...] | None) -> dict[str, Any]:
+    """The options of the exchange between the ranks of a cache."""
+    found = {
+        "head_sharded": is_head_sharded,
+        "strategy": shard.strategy,
+        "group": shard.comm,
+        "timeout": shard.timeout,
+    }
+    return found if counts is None or not is_head_sharded else found | {"head_counts": counts}
 
 
 def _parts_of_prefix(
@@ -223,24 +226,18 @@ def _over_chosen(
     # With several heads of keys these are sequences here, which ranks cannot divide.
     is_divided = is_head_sharded and kv_heads == 1
     if shard.world_size > 1:
-        decode = shard.decode
-        keywords |= {"head_sharded": is_divided, "strategy": shard.strategy}
-        keywords |= {"group": shard.comm, "timeout": shard.timeout}
-        if counts is not None and is_divided:
-            keywords["head_counts"] = counts
+        decode, keywords = shard.decode, keywords | _merging(shard, is_divided, counts)
     elif not torch.compiler.is_compiling():
         shard.comm.check_group("TreeCache")
     batch, num_heads_q, seqlen_q, _ = query.shape
     state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1)
     step, parts = max(1, _MAX_STATE_BYTES // state_bytes), []
+    keywords |= {name: pages_of(x[..., None])[..., 0] for name, x in scales.items()}
     for tokens in (slice(begin, begin + step) for begin in range(0, seqlen_q, step)):
         chosen = rows[:, :, tokens]
         q, k, v, its_ranges, keywords["page_table"] = by_rows(
             query[:, :, tokens], keys, values, chosen
         )
-        for name, x in scales.items():
-            _, pages, *_ = by_rows(query[:, :, tokens, :1], x[..., None], x[..., None], chosen)
-            keywords[name] = pages[..., 0]
         found = decode(q, k, v, its_ranges, **keywords)
         # From a sequence for each row, head of keys and query.
         sizes = batch, kv_heads, -1

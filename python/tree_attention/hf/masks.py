@@ -297,9 +297,10 @@ def _refuse_holes(attention_mask: Tensor, num_cached: int | Tensor) -> str | Non
     """Refuses rows with several holes."""
     if isinstance(num_cached, Tensor) and attention_mask.device.type != "cpu":
         return _HOLE_IN_FIXED  # of which no step would know that there is a hole
-    found = {row: holes[1] for row, holes in _holes(attention_mask).items() if len(holes) > 1}
-    if not found:
+    visible = torch.nn.functional.pad(attention_mask != 0, (1, 0))
+    if int((visible[:, 1:] & ~visible[:, :-1]).sum(1).max()) <= 2:  # runs of ones
         return None
+    found = {row: holes[1] for row, holes in _holes(attention_mask).items() if len(holes) > 1}
     return _describe_hole(
         "have at most one hole, zeros between ones", "a second hole", found, int(num_cached)
     )

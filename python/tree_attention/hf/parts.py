@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cascade import attend_as_one
 from ..ops import lean_decode, merge_states
 from .masks import KeyRanges
 
@@ -62,12 +63,5 @@ def _attend(query: Tensor, part: Part, out_dtype: torch.dtype) -> tuple[Tensor, 
     keys, values, ranges, options, is_common = part
     if not is_common:
         return lean_decode(query, keys, values, ranges, out_dtype=out_dtype, **options)
-    rows = query.shape[0], query.shape[2]
-    options = dict(options)
-    if "query_positions" in options:
-        options["query_positions"] = options["query_positions"].flatten()[None]
-    # A view, where each row has one token.
-    queries, ranges = query.transpose(0, 1).flatten(1, 2)[None], ranges.flatten(0, 1)[None]
-    state = lean_decode(queries, keys, values, ranges, out_dtype=out_dtype, **options)
-    o, lse = (x[0].unflatten(1, rows).transpose(0, 1) for x in state)
+    o, lse = attend_as_one(query, keys, values, ranges, out_dtype, options)
     return o, lse

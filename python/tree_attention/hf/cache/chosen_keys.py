@@ -96,7 +96,7 @@ class Choice(_NoTensor):
     """The keys that an index chose, in place of a tensor of slots, for the attention function."""
 
     def __init__(self, rows: Tensor | None) -> None:
-        # int32 [batch, 1 or num_heads_kv, seqlen_q, n]: local slots, or blocks of them, ascending,
+        # int32 [batch, 1 or num_heads_kv, seqlen_q, n]: local slots, ascending,
         # -1 behind. None: every key that the query sees.
         self.rows = rows
 
@@ -210,7 +210,7 @@ class IndexQuery:
         if shard.world_size > 1:
             local_ranges = ranges.local(shard.layout, shard.rank)
             key_slots = ranges.key_slots(shard.layout, shard.rank)
-        positions = ranges.ranges[..., 1] - 1 if local_blocks else None
+        positions = ranges.positions if local_blocks else None
         # transformers multiplies them in float32, of which they are numbers of the model's dtype.
         queries = self.queries.to(keys.dtype)
         batch, _, seqlen_q, _ = queries.shape
