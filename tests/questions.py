@@ -16,6 +16,8 @@ from generations import PAD, generated, greedy
 from rounded_caches import rounded_cache
 from tree_attention.hf import CACHE_NAME
 
+# Of each kind of attention: grouped heads, windows, softcap, sinks, latents, ALiBi.
+KINDS = ("llama", "mistral_window", "gemma2", "gpt_oss", "deepseek", "BLOOM", "MPT")
 DOCUMENT = 26  # tokens, padding in front included
 NUM_TOKENS = 6
 

@@ -161,7 +161,7 @@ def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Pat
         assert found == hosts(60, 20)
         path.write_text("{}")
         damaged = dist.new_group()
-        with pytest.raises((VariableError, ExchangeError), match=r"table of exchange costs|rank"):
+        with pytest.raises(VariableError, match="table of exchange costs"):
             measuring.measure_all("measure", get_communicator(damaged), CPU, 5.0)
 
 

@@ -26,6 +26,7 @@ from hf_families import OWN_ATTENTION
 from hf_models import PAD, make_prompts
 from questions import (
     DOCUMENT,
+    KINDS,
     Answer,
     answers_alone,
     ask,
@@ -42,8 +43,6 @@ GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 LENGTH, ENDED = 29, 3  # of the prompts, and the tokens of the first answer of row 1
 # Documents in front of the holes, and questions behind them.
 TEXTS = questions_behind((26, 15, 26, 21), (9, 4, 3, 9))
-# Of each kind of attention: grouped heads, windows, softcap, sinks, latents, ALiBi.
-KINDS = ("llama", "mistral_window", "gemma2", "gpt_oss", "deepseek", "BLOOM", "MPT")
 
 
 def _cut(texts: dict[str, Tensor], end: int) -> dict[str, Tensor]:

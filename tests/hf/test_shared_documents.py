@@ -28,6 +28,7 @@ import hf_families
 from generations import nan_in_new_memory, same_on_all_ranks
 from questions import (
     DOCUMENT,
+    KINDS,
     Answer,
     answers_alone,
     ask,
@@ -41,7 +42,6 @@ from tree_attention.hf.cache import window
 from tree_attention.hf.prompts import copies
 from window_caches import crop, crop_to
 
-KINDS = ("llama", "mistral_window", "gemma2", "gpt_oss", "deepseek", "BLOOM", "MPT")
 HYBRIDS = ("Qwen3-Next", "LFM2")
 JAMBA = hf_families.HYBRIDS["Jamba"]
 Wanted = dict[tuple[str, str | None], list[list[Answer]]]

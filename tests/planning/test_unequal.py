@@ -57,7 +57,6 @@ def test_whole_weights_make_a_slow_host_unhelpful() -> None:
     found = group(60, 20, form=WHOLE)
     assert found.token_seconds(None) > found.seconds > found.without([1]).seconds
     assert found.unhelpful == (1,)
-    assert found.slowest(None) == found.slowest(found.best) == 1
 
 
 @pytest.mark.parametrize(
@@ -159,4 +158,4 @@ def test_work_by_speed() -> None:
     assert by_speed([3e12, 1e12]) == (3, 1)
     assert by_speed([1e12, 1.04e12]) is None
     assert by_speed([5e12]) is None
-    assert by_speed([1e13, 1e11]) in ((1, 0), (16, 0), (15, 1))
+    assert by_speed([1e13, 1e11]) == (1, 0)

@@ -80,7 +80,7 @@ def of_rank(plan: UnequalPlan, form: str, rank: int) -> list[str]:
         f"{rank} ({machine.name})",
         f"{counts[rank]} of {sum(counts)}",
         *(in_digits(x / 1e9) for x in (split.weights_bytes, split.cache_bytes, machine.memory)),
-        in_digits(1e3 * group.each_token(shares)[rank].local),
+        in_digits(1e3 * group.local_seconds(shares, rank)),
         in_digits(plan.each_prompt(form)[rank].local),
         "-" if math.isnan(without) else known,
     ]

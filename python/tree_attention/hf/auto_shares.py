@@ -66,12 +66,9 @@ def measured_group(
     def read() -> tuple[tuple[()], Model]:
         return (), shape()
 
-    model, notes = on_every_rank(op, comm, timeout, read, lambda model: {"held": held})
-    hosts, link = measure_all(op, comm, device, timeout)
-    machines = tuple(
-        as_machine(replace(host, memory=host.memory + note["held"]))
-        for host, note in zip(hosts, notes, strict=True)
-    )
+    model, _ = on_every_rank(op, comm, timeout, read)
+    hosts, link = measure_all(op, comm, device, timeout, held)
+    machines = tuple(map(as_machine, hosts))
     form = SPLIT if is_split and not model.not_split else PROMPTS
     size = tensor_parallel_size if form == SPLIT else 1
     work = Work(context)
@@ -85,19 +82,15 @@ def choose(op: str, comm: Communicator, group: Group) -> ModelShares:
         ValueError: the model fits under no shares.
     """
     try:
-        shares = group.best
+        given = of_group(group)
     except ValueError as error:
         raise ValueError(f"{op}: shares='auto': {error}") from None
     log = logging.getLogger("tree_attention")
     if comm.rank == 0:
-        log.info(f"{op}: {said(group, shares)}")
+        log.info(f"{op}: {said(group, group.best)}")
         if warning := group.advice:
             log.warning(f"{op}: {warning}; {group.what_to_do}")
-    size = group.tensor_parallel_size
-    of_cache = None if shares is None else shares[::size]
-    if group.has_split_weights:
-        return ModelShares(shares, of_cache, of_cache)
-    return ModelShares(None, of_cache, group.by_arithmetic)
+    return ModelShares.of(op, given, len(group.machines), group.tensor_parallel_size)
 
 
 def of_group(group: Group) -> GivenShares:

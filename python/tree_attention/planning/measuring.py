@@ -5,7 +5,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 
 import torch
@@ -38,10 +38,11 @@ def measure_host(device: torch.device, ranks_of_node: int) -> MeasuredHost:
 
 
 def measure_all(
-    op: str, comm: Communicator, device: torch.device, timeout: float
+    op: str, comm: Communicator, device: torch.device, timeout: float, held: int = 0
 ) -> tuple[tuple[MeasuredHost, ...], Link]:
     """Collective: the hosts of all ranks, and the link between them, the same on every rank; from
-    the table of `calibrate` where it has them."""
+    the table of `calibrate` where it has them. So many bytes that are `held` are in this rank's
+    memory and count as free, as they did when the table was made."""
     # All begin together: sockets of one host share buses, and ranks its processors.
     comm.agree((("device", device.type),), timeout, op)
     costs, nodes = measured_costs(), comm.topology.nodes
@@ -50,7 +51,8 @@ def measure_all(
     seconds = {size: _exchange_seconds(comm, size, device, timeout) for size in (_SMALL, _LARGE)}
 
     def measure() -> tuple[tuple[()], MeasuredHost]:
-        return (), measure_host(device, nodes.count(nodes[comm.rank]))
+        host = measure_host(device, nodes.count(nodes[comm.rank]))
+        return (), replace(host, memory=host.memory + held)
 
     _, notes = on_every_rank(
         op,

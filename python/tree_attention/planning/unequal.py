@@ -71,10 +71,6 @@ class Group:
         """Time of a token until the last rank is done."""
         return until_last(self.each_token(shares)).total
 
-    def slowest(self, shares: Shares) -> int:
-        """The rank for which the others wait."""
-        return max(range(len(self.machines)), key=lambda rank: self.local_seconds(shares, rank))
-
     def can_take(self, shares: Shares) -> bool:
         """True where the ranks of each tensor group have equal shares."""
         counts = shares or (1,) * len(self.machines)

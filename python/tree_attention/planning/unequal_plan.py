@@ -103,8 +103,8 @@ class UnequalPlan:
             self._pace("a token", token, milliseconds),
             self._pace("a prompt", self.each_prompt(form), lambda x: f"{in_digits(x)} s"),
         ]
-        fastest = replace(self, given="auto")
-        group = self.groups[fastest.best or form]
+        fastest = self if self.given == "auto" else replace(self, given="auto")
+        group = fastest.groups[fastest.best or form]
         if self.given != "auto" and fastest.best is not None:
             sentences.append(
                 f"By speed it would be {in_words(group.best)}, with {group.form} split: "
