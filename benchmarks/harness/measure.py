@@ -227,7 +227,7 @@ class Load:
     """Shares of the machine's CPU time while the block ran; None where the system does not tell."""
 
     busy: float | None = None  # of all processes together
-    own: float | None = None  # of this one
+    own: float | None = None  # of this one, and of those that it waited for
 
     def __enter__(self) -> "Load":
         self._begin = self._read()
@@ -252,9 +252,9 @@ class Load:
             return None
         ticks = [int(field) for field in stat.read_text().split("\n", 1)[0].split()[1:9]]
         per_second = os.sysconf("SC_CLK_TCK")
-        user, system = os.times()[:2]
+        own = sum(os.times()[:4])
         idle = ticks[3] + ticks[4]
-        return sum(ticks) / per_second, (sum(ticks) - idle) / per_second, user + system
+        return sum(ticks) / per_second, (sum(ticks) - idle) / per_second, own
 
 
 def load_warnings(shares: Sequence[float | None]) -> list[str]:
