@@ -178,7 +178,7 @@ def cascade_decode(
         if groups is not None:
             _check_groups(groups, table)
     # Positions of keys in another block of a layout are no shift of those in the first.
-    can_shift = "alibi_slopes" not in options or "key_layout" not in options
+    can_shift = options.get("alibi_slopes") is None or "key_layout" not in options
     if groups is None and not is_traced and q.device.type == "cpu":
         groups = _groups_of(k, key_ranges, table)
     if not groups or not can_shift:
@@ -275,8 +275,8 @@ def attend_as_one(
 ) -> list[Tensor]:
     """`lean_decode` of all rows of q, as queries of the one sequence that k and v are."""
     rows, options = (q.shape[0], q.shape[2]), dict(options)
-    if "query_positions" in options:
-        options["query_positions"] = options["query_positions"].flatten()[None]
+    if (positions := options.get("query_positions")) is not None:
+        options["query_positions"] = positions.flatten()[None]
     # A view, where each row has one token.
     queries, ranges = q.transpose(0, 1).flatten(1, 2)[None], key_ranges.flatten(0, 1)[None]
     state = lean_decode(queries, k, v, ranges, out_dtype=out_dtype, **options)

@@ -112,6 +112,9 @@ def test_alibi_counts_from_the_first_page() -> None:
     positions = (torch.tensor(ends)[:, None] + torch.arange(2)).long()
     slopes = {"alibi_slopes": torch.linspace(0.01, 0.3, 8), "query_positions": positions}
     _check(given | slopes)
+    # Without slopes, which may be said by None too, a layout changes nothing.
+    none = {"alibi_slopes": None, "query_positions": None}
+    _check(given | none | {"key_layout": (4, 4, 8)})
     # Blocks of a layout: its keys are no shift of each other.
     blocks = given | slopes | {"key_layout": (4, 4, 8)}
     with LEAST:
