@@ -153,3 +153,6 @@ def test_the_plug_in_of_vllm(value: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv(checks.VARIABLE, value)
     with pytest.raises(VariableError, match=f"{checks.VARIABLE} must be 1, 0 or unset, got"):
         checks.is_asked_for()
+    monkeypatch.setenv(checks.CASCADE_VARIABLE, value)
+    with pytest.raises(VariableError, match=f"{checks.CASCADE_VARIABLE} must be 1, 0 or unset"):
+        checks.is_cascade()

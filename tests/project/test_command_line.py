@@ -78,6 +78,7 @@ def test_variables_of_the_sources_are_on_the_page() -> None:
     sources = [*(ROOT / "python").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
     text = "\n".join(source.read_text() for source in sources)
     ours = {"TREE_ATTENTION_VLLM", "TREE_ATTENTION_COSTS", "TREE_ATTENTION_NODE"}
+    ours.add("TREE_ATTENTION_VLLM_CASCADE")
     ours |= {*re.findall(r"(?:getenv|environ\.get|check_env)\(\"(TREE_ATTENTION_[A-Z_]+)\"", text)}
     assert "TREE_ATTENTION_CHECK_PAGES" in ours and ours <= named
     assert {x for x in named if x.startswith("TREE_ATTENTION_")} <= {

@@ -123,6 +123,12 @@ class Engine:
         assert output[-1].isnan().all()
         return output[:-1], torch.cat(truths)[:, mine]
 
+    def fork(self, request: int, source: int, blocks: int) -> None:
+        """A request that begins with so many blocks of another, as prefix caching gives it."""
+        self.blocks[request] = self.blocks[source][:blocks]
+        for kept in (self.keys, self.values):
+            kept[request] = kept[source][: blocks * self.block_size * self.world_size]
+
     def common(self, new_tokens: dict[int, int], positions: Tensor) -> Any:
         """What vLLM says about a step to the builders of all backends."""
         from vllm.utils import cpu_triton_utils

@@ -3,8 +3,8 @@
 
 The job lists engines: their options, and requests `{"prompt", "tokens", "after_step"}` that arrive
 after so many steps of the engine. The result has for each engine the new tokens of each request,
-how many of its tokens the prefix cache had, and the numbers of preemptions and of guessed tokens
-that were right. With "kill", a worker is
+how many of its tokens the prefix cache had, and the numbers of preemptions, of guessed tokens that
+were right, and of calls in this process that read common blocks once. With "kill", a worker is
 killed after the requests, and they are asked for once more: the result has the error and when it
 came.
 """
@@ -16,10 +16,13 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
+
+from tree_attention.vllm import batches
 
 OPTIONS = {
     "skip_tokenizer_init": True,
@@ -49,7 +52,9 @@ def main() -> None:
 
 def run(engine: dict[str, Any]) -> dict[str, Any]:
     llm = LLM(**{**OPTIONS, **engine["options"]})
-    outcome = generate(llm, engine["requests"])
+    with mock.patch.object(batches, "cascade_decode", wraps=batches.cascade_decode) as cascade:
+        outcome = generate(llm, engine["requests"])
+    outcome["cascades"] = cascade.call_count
     if engine.get("kill"):
         workers = [p for p in psutil.Process().children(recursive=True) if "Worker" in p.name()]
         workers[-1].send_signal(signal.SIGKILL)

@@ -30,6 +30,7 @@ except importlib.metadata.PackageNotFoundError:
     pytest.skip("vLLM is not installed: scripts/test_vllm.sh", allow_module_level=True)
 
 HERE = Path(__file__).parent
+DOCUMENTS = ("llama", "gemma2", "bloom")  # also windows in half of the layers, and ALiBi
 TOKENS = 12
 LENGTHS = {5: 0, 300: 0, 64: 3, 1: 5, 700: 2, 129: 2}  # of the prompts: steps before they arrive
 FAMILIES = tuple(checkpoints.configurations())
@@ -45,6 +46,18 @@ REQUESTS = [
     {"prompt": prompt(length), "tokens": TOKENS, "after_step": steps}
     for length, steps in LENGTHS.items()
 ]
+# Eight that arrive when the document has been read: its blocks are common, and worth a call.
+QUESTIONS = [prompt(length) for length in range(5, 85, 10)]
+
+
+def questions(document: int) -> list[dict[str, Any]]:
+    arrivals = [{"prompt": prompt(document), "tokens": 1}]
+    after = document // 256 + 3
+    for question in QUESTIONS:
+        arrivals.append(
+            {"prompt": prompt(document) + question, "tokens": TOKENS, "after_step": after}
+        )
+    return arrivals
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +101,7 @@ def run(job: dict[str, Any], directory: Path, *, plug_in: bool, processes: int =
 
 @pytest.fixture(scope="module")
 def job(models: dict[str, Path]) -> dict[str, Any]:
-    return {
+    found = {
         engine: {
             "options": {"model": str(models[family]), "dtype": dtype},
             "requests": REQUESTS,
@@ -96,6 +109,10 @@ def job(models: dict[str, Path]) -> dict[str, Any]:
         for engine in ENGINES
         for family, dtype in [engine.split("/")]
     }
+    for family in DOCUMENTS:
+        options = {"model": str(models[family]), "dtype": "float32", "enable_prefix_caching": True}
+        found[f"{family}/document"] = {"options": options, "requests": questions(640)}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +231,16 @@ def test_cached_prefixes(ours: Any, models: Any, truth: Any) -> None:
     assert found["tokens"][3:] == longer
 
 
+@pytest.mark.parametrize("family", DOCUMENTS)
+def test_questions_on_one_document(family: str, ours: Any, vllms: Any, models: Any) -> None:
+    found = ours[f"{family}/document"]
+    assert min(found["cached"][1:]) >= 640
+    assert found["tokens"] == vllms[f"{family}/document"]["tokens"]
+    prompts = [prompt(640) + question for question in QUESTIONS]
+    assert found["tokens"][1:] == checkpoints.greedy(models[family], prompts, TOKENS)
+    assert found["cascades"] > 0
+
+
 def test_preempted_requests(ours: Any, models: Any) -> None:
     assert ours["preemption"]["preemptions"] > 0
     [tokens] = checkpoints.greedy(models["llama"], [prompt(250)], 60)
@@ -246,6 +273,15 @@ def test_context_parallelism_and_a_killed_worker(models: Any, truth: Any, tmp_pa
     found = run(job, tmp_path, plug_in=True, processes=2)["engine"]
     assert found["tokens"] == truth["llama_one_key_head"]
     assert "EngineDeadError" in found["error"] and found["seconds"] < 60
+
+
+def test_context_parallelism_with_one_document(models: Any, tmp_path: Path) -> None:
+    model = models["llama_one_key_head"]
+    job = parallel(model, 2, 2, 16, requests=questions(1280))
+    found = run(job, tmp_path, plug_in=True, processes=2)["engine"]
+    assert min(found["cached"][1:]) >= 1280
+    prompts = [prompt(1280) + question for question in QUESTIONS]
+    assert found["tokens"][1:] == checkpoints.greedy(model, prompts, TOKENS)
 
 
 def test_context_parallelism_up_to_the_longest_context(models: Any, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
         self.kv_sharing_target_layer_name, self.sinks = kv_sharing_target_layer_name, sinks
+        self.is_cascade = checks.is_cascade()
         self.options: AttentionOptions = {"softcap": logits_soft_cap or 0.0}
         slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
         self.exchange: GroupExchange | None = None
@@ -99,7 +100,8 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
             self.options["key_layout"] = layout.key_layout(rank)
             if slopes is not None:
                 slopes = self.exchange.gather_heads(slopes[None])[0]
-        self.options["alibi_slopes"] = slopes
+        if slopes is not None:
+            self.options["alibi_slopes"] = slopes
 
     def forward(
         self,
@@ -146,8 +148,18 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
             shard, query = self.exchange.shard, self.exchange.gather_heads(query)
             o, lse = self.exchange.state(query.shape)
         self.options["softmax_scale"] = self.scale * k_scale
-        window = self.sliding_window
-        attend(step.batches, query, k, v, o, lse, window=window, shard=shard, options=self.options)
+        attend(
+            step.batches,
+            query,
+            k,
+            v,
+            o,
+            lse,
+            window=self.sliding_window,
+            shard=shard,
+            is_cascade=self.is_cascade,
+            options=self.options,
+        )
         if v_scale != 1.0:
             o *= v_scale
         if self.exchange is not None:

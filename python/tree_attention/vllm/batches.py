@@ -5,6 +5,9 @@ A step has a line of tokens. Requests with one token come first; they are one ca
 The others are a second call: a sequence each if they have equally many tokens, as a single request
 has, and else in blocks of `BLOCK` tokens, the last of a request filled up with queries that see no
 key. There is no loop over requests, and padding is at most BLOCK - 1 tokens of each.
+
+Requests with one token that begin with the same pages read them once (`cascade_decode`). Requests
+with more tokens do not: their call takes as long as its arithmetic, which this does not lessen.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..cascade import PageGroup, cascade_decode, page_groups
 from ..ops import lean_decode
 from ..options import AttentionOptions
 from ..sharding import BlockCyclic
@@ -35,6 +39,7 @@ class Batch:
     sources: Tensor | None = None
     is_token: Tensor | None = None
     _ranges: dict[object, Tensor] = field(default_factory=dict)
+    _groups: dict[object, tuple[PageGroup, ...]] = field(default_factory=dict)
 
     def key_ranges(self, window: int | None, shard: LayoutAndRank | None) -> Tensor:
         """int32 `[batch, seqlen_q, 2]`; kept, as the layers of a model ask for the same."""
@@ -47,6 +52,19 @@ class Batch:
                 layout, rank = shard
                 ranges = layout.count(rank, ranges)
             found = self._ranges[window, shard] = ranges.int()
+        return found
+
+    def groups(self, page_size: int, shard: LayoutAndRank | None) -> tuple[PageGroup, ...]:
+        """The pages that requests with one token have in common; kept as `key_ranges` are."""
+        if self.ends.shape[1] > 1:
+            return ()
+        found = self._groups.get((page_size, shard))
+        if found is None:
+            ends = self.key_ranges(None, shard)[:, 0, 1]
+            num_pages = (-(-ends // page_size)).tolist()
+            # Tables are as wide as the longest context of the engine.
+            pages = self.pages[:, : max(num_pages, default=0)]
+            found = self._groups[page_size, shard] = page_groups(pages, num_pages, page_size)
         return found
 
     def queries(self, line: Tensor) -> Tensor:
@@ -109,20 +127,31 @@ def attend(
     *,
     window: int | None,
     shard: LayoutAndRank | None,
+    is_cascade: bool,
     options: AttentionOptions,
 ) -> None:
     """Writes `o` and `lse [tokens, num_heads_q]`, the state of the line `q [tokens, num_heads_q,
     head_dim]` over pages `[pages, num_heads_kv, page_size, head_dim]`. With `window`, a query sees
-    so many keys at most, its own the last."""
+    so many keys at most, its own the last. With `is_cascade`, pages that requests begin with in
+    common are read once."""
     for batch in batches:
         options["page_table"] = batch.pages
-        if options.get("alibi_slopes") is not None:
+        if "alibi_slopes" in options:
             options["query_positions"] = (batch.ends - 1).clamp(min=0)
         queries, ranges = batch.queries(q), batch.key_ranges(window, shard)
-        if batch.sources is None:
+        # A window's keys are the last ones, which requests have for themselves.
+        groups = batch.groups(k.shape[2], shard) if is_cascade and window is None else ()
+        if groups:
+            state = cascade_decode(
+                queries, k, v, ranges, out_dtype=o.dtype, groups=groups, **options
+            )
+        elif batch.sources is None:
             out = batch.queries(o), batch.queries(lse)
             lean_decode(queries, k, v, ranges, out=out, **options)
             continue
-        o_part, lse_part = lean_decode(queries, k, v, ranges, out_dtype=o.dtype, **options)
-        for whole, part in ((o, o_part), (lse, lse_part)):
-            whole[batch.begin : batch.end] = part.transpose(1, 2).flatten(0, 1)[batch.is_token]
+        else:
+            state = lean_decode(queries, k, v, ranges, out_dtype=o.dtype, **options)
+        for whole, part in zip((o, lse), state, strict=True):
+            line = part.transpose(1, 2).flatten(0, 1)
+            is_token = batch.is_token
+            whole[batch.begin : batch.end] = line if is_token is None else line[is_token]

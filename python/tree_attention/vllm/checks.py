@@ -10,6 +10,7 @@ from typing import Any
 from .._environment import VariableError
 
 VARIABLE = "TREE_ATTENTION_VLLM"
+CASCADE_VARIABLE = "TREE_ATTENTION_VLLM_CASCADE"
 PLUG_IN = "the tree_attention plug-in of vLLM"
 TESTED = ("0.32.0",)
 
@@ -31,9 +32,18 @@ CALLED = {
 
 def is_asked_for() -> bool:
     """True if TREE_ATTENTION_VLLM is 1, and VariableError unless it is 1, 0, empty or unset."""
-    value = os.environ.get(VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise VariableError(VARIABLE, "1, 0 or unset")
+    return _switch(VARIABLE, "0")
+
+
+def is_cascade() -> bool:
+    """True unless TREE_ATTENTION_VLLM_CASCADE is 0, and VariableError as of `is_asked_for`."""
+    return _switch(CASCADE_VARIABLE, "1")
+
+
+def _switch(name: str, default: str) -> bool:
+    value = os.environ.get(name) or default
+    if value not in ("0", "1"):
+        raise VariableError(name, "1, 0 or unset")
     return value == "1"
 
 
