@@ -29,6 +29,7 @@ CONTEXTS, BATCHES = (4096, 16384), (1, 8)
 LARGEST = 32768  # tokens of the prompts of a batch, which take time to be read
 VOCABULARY = 32064  # a quarter of Llama's
 SPACE_GIB = 2  # for keys and values, of a process
+QUESTION = 64  # tokens of a request on a document
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Engine:
     kv_heads: int = 8
     ranks: int = 1
     context_ranks: int = 1
+    one_document: bool = False
+    is_cascade: bool = True
 
 
 ENGINES = {
@@ -53,6 +56,11 @@ ENGINES = {
     "ours, TP 2, DCP 2": Engine(
         True, "ours, TP 2", block_size=64, kv_heads=1, ranks=2, context_ranks=2
     ),
+    "vllm, one document": Engine(False, one_document=True),
+    "ours, one document, read by each": Engine(
+        True, "vllm, one document", one_document=True, is_cascade=False
+    ),
+    "ours, one document": Engine(True, "ours, one document, read by each", one_document=True),
 }
 
 NOTES = (
@@ -69,6 +77,9 @@ NOTES = (
     "tokens/s: of the batch, from its first request to its last token; of a prompt that is in the "
     "cache the last block is read again, which has the block size times the ranks of DCP tokens: "
     "both rows with TP 2 read 128 again, as DCP 2 has blocks of 64.",
+    "One document: the first prompt is the document, and each request has it and a question of "
+    f"{QUESTION} tokens. The prefix cache has the document, which is in memory once; in a step "
+    "each request reads it, or all together once.",
     "Ratios are the rival's time over this one's, or this one's tokens/s over the rival's: above 1 "
     "is faster than the rival, the engine of the row that is named. Tokens per GiB: the context "
     "that a process keeps in a GiB of its memory.",
@@ -161,6 +172,7 @@ def run(
         "cases": cases,
         "tokens": parsed.tokens,
         "vocabulary": VOCABULARY,
+        "question": QUESTION * engine.one_document,
         "options": {
             "model": str(make_checkpoint(parsed.checkpoints, engine.kv_heads)),
             "block_size": engine.block_size,
@@ -172,6 +184,7 @@ def run(
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables = on(cpus) | {
         "TREE_ATTENTION_VLLM": str(int(engine.plug_in)),
+        "TREE_ATTENTION_VLLM_CASCADE": str(int(engine.is_cascade)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(engine.ranks > 1)),
         "VLLM_CPU_KVCACHE_SPACE": str(SPACE_GIB),
     }

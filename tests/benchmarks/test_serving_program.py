@@ -30,7 +30,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         status = 0
         for engine, value in results.items():
             text = "exit 3" if value is None else f"echo loading; echo '{json.dumps(value)}'"
-            python.write_text(f"#!/bin/sh\necho nonsense >&2\n{text}\n")
+            asked = f'echo "$TREE_ATTENTION_VLLM_CASCADE $3" >>{tmp_path}/asked'  # $3: the spec
+            python.write_text(f"#!/bin/sh\n{asked}\necho nonsense >&2\n{text}\n")
             python.chmod(0o755)
             options = ["--only", engine, "--contexts", "4096", "--batches", "2"]
             command = ["serving", "--environment", str(tmp_path), "--out", str(tmp_path), *options]
@@ -77,3 +78,12 @@ def test_an_engine_that_fails_is_a_row_with_the_reason(start, tmp_path: Path) ->
     assert start({"vllm, blocks of 32": result([7], 0.05), "ours, blocks of 32": None}) == 0
     assert "status 3: nonsense" in rows(tmp_path)["ours, blocks of 32"]["reason"]
     assert "blocks of 32" in (tmp_path / "serving.md").read_text()
+
+
+def test_one_document_is_read_once_or_by_each(start, tmp_path: Path) -> None:
+    names = ("ours, one document, read by each", "ours, one document", "ours, blocks of 16")
+    assert start(dict.fromkeys(names, result([7, 8], 0.05))) == 0
+    asked = [line.split(" ", 1) for line in (tmp_path / "asked").read_text().splitlines()]
+    found = [(is_cascade, json.loads(spec)["question"]) for is_cascade, spec in asked]
+    assert found == [("0", 64), ("1", 64), ("1", 0)]
+    assert rows(tmp_path)[names[1]]["same_tokens"] == 1

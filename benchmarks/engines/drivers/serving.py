@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """vLLM's engine with batches of requests: `python -m benchmarks.engines.drivers.serving SPEC`.
 
-SPEC is JSON: the options of the engine, `cases` of `[context, batch]`, the number of new tokens and
-the vocabulary.
-The first prompt of each batch is also served alone before, and is in the prefix cache then.
+SPEC is JSON: the options of the engine, `cases` of `[context, batch]`, the number of new tokens,
+the vocabulary, and the tokens of a question, 0 where each request has a prompt of its own.
+The first prompt of each batch is also served alone before, and is in the prefix cache then. It is
+the document that the requests of a batch begin with, if they are questions.
 """
 
 import gc
@@ -39,6 +40,11 @@ def main() -> None:
     for context, batch in spec["cases"]:
         cold = serve(llm, [prompt(spec["vocabulary"], context, 0)], spec["tokens"])
         prompts = [prompt(spec["vocabulary"], context, request) for request in range(batch)]
+        if spec["question"]:
+            questions = (
+                prompt(spec["vocabulary"], spec["question"], request) for request in range(batch)
+            )
+            prompts = [prompts[0] + question for question in questions]
         rows.append({"cold": cold, "batch": serve(llm, prompts, spec["tokens"])})
         llm.reset_prefix_cache()
         gc.collect()
