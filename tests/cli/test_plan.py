@@ -10,8 +10,9 @@ import pytest
 
 from tree_attention.__main__ import main
 from tree_attention._numbers import in_digits
-from tree_attention.exchange.auto.choose import CostTable, Measured, MeasuredHost
+from tree_attention.exchange.auto.choose import CostTable, Measured
 from tree_attention.planning.arithmetic import ALL_FORMS, FORMS, SPLIT, SPLIT_BY_HEADS
+from unequal_hosts import costs_of, hosts
 
 MODEL = ("plan", "--model", "llama-3.1-8b")
 ARGUMENTS = (*MODEL, "--context", "128k", "--ranks", "8", "--machine", "h200")
@@ -57,14 +58,12 @@ def test_link_from_a_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 UNEQUAL = (*MODEL, "--context", "32k")
-ROWS = Measured("all_gather", 16384, 170e-6), Measured("all_gather", 1 << 20, 1010e-6)
 
 
-def costs_of(path: Path, *gigabytes: float, memory: float = 64e9) -> str:
-    """A table of hosts that read so many GB/s."""
-    hosts = tuple(MeasuredHost(f"h{x:g}", x * 1e9, x * 1e11, memory) for x in gigabytes)
-    CostTable("gloo", tuple(range(len(hosts) or 2)), ROWS, hosts).save(path / "costs.json", {})
-    return str(path / "costs.json")
+def measured(path: Path, *gigabytes: float, memory: float = 64e9) -> str:
+    """A table of hosts that read so many GB/s, on a link that is nearly 10 GbE."""
+    found = hosts(*gigabytes, memory=memory)
+    return str(costs_of(path / "costs.json", found, range(len(found) or 2), 170e-6, 1010e-6))
 
 
 def rows(output: str, *begins: str) -> list[list[str]]:
@@ -75,7 +74,7 @@ def rows(output: str, *begins: str) -> list[list[str]]:
 
 def test_hosts_of_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the arithmetic of tests/planning/test_unequal.py, with a link that is nearly 10 GbE."""
-    path = costs_of(tmp_path, 60, 20)
+    path = measured(tmp_path, 60, 20)
     assert main([*UNEQUAL, "--hosts", path]) == 0
     output = capsys.readouterr().out
     assert "Rank 1: 64 GB at 20 GB/s, 2 TFLOP/s (h20, measured).\n" in output
@@ -96,14 +95,14 @@ def test_hosts_of_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_slow_host_is_better_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*UNEQUAL, "--hosts", costs_of(tmp_path, 60, 6), "--link", "10gbe"]) == 0
+    assert main([*UNEQUAL, "--hosts", measured(tmp_path, 60, 6), "--link", "10gbe"]) == 0
     sentences = " ".join(capsys.readouterr().out.split())
     assert "Rank 0 (h60) sets the pace of a token: it is busy for 322 ms" in sentences
     assert "takes 322 ms per token, less than all together. Rank 1 (h6) reads 6 GB/s and" in (
         sentences
     )
-    assert sentences.endswith("337 ms with it and 322 ms without; start without it, or keep it for "
-                              "64 GB of memory.")  # fmt: skip
+    told = "337 ms (15.5 ms in exchanges) with it and 322 ms without; start without it, or keep it "
+    assert sentences.endswith(f"{told}for 64 GB of memory.")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_a_slow_host_is_better_left_out(tmp_path: Path, capsys: pytest.CaptureFi
 def test_given_shares_beside_those_by_speed(
     shares: str, token: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = costs_of(tmp_path, 60, 20)
+    path = measured(tmp_path, 60, 20)
     assert main([*UNEQUAL, "--hosts", path, "--shares", shares]) == 0
     output = capsys.readouterr().out
     (row,) = rows(output, SPLIT)
@@ -145,7 +144,7 @@ def test_data_sheets_of_several_machines(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_hosts_without_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*UNEQUAL, "--hosts", costs_of(tmp_path, 60, 20, memory=4e9)]) == 0
+    assert main([*UNEQUAL, "--hosts", measured(tmp_path, 60, 20, memory=4e9)]) == 0
     output = capsys.readouterr().out
     assert output.count("no room") == len(FORMS) and "Of each rank" not in output
     assert "split, the model fits under no shares: rank 0 (h60) needs " in " ".join(output.split())
@@ -171,7 +170,7 @@ def test_mistakes_with_hosts(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = costs_of(tmp_path, *gigabytes)
+    path = measured(tmp_path, *gigabytes)
     joined = [f"--shares={x}" for x in arguments[1:]] if "--shares" in arguments else arguments
     assert main([*UNEQUAL, "--hosts", path, *joined]) == 2
     output = capsys.readouterr()
@@ -181,7 +180,7 @@ def test_mistakes_with_hosts(
 def test_a_damaged_or_missing_table_of_hosts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = Path(costs_of(tmp_path, 60, 20))
+    path = Path(measured(tmp_path, 60, 20))
     for old, new, says in (
         ('"read": 60', '"read": -60', "machines must each have a host, and read, flop, memory"),
         ('"format": 4', '"format": 5', "it was written by another version; write a new one"),

@@ -20,19 +20,15 @@ pytest.importorskip("transformers")
 from hf_models import make_model, make_prompts
 from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention._environment import VariableError
-from tree_attention.exchange import CostTable, MeasuredHost, get_communicator
-from tree_attention.exchange.auto.choose import Measured
+from tree_attention.exchange import get_communicator
 from tree_attention.hf import auto_shares
 from tree_attention.planning import measuring
 from tree_attention.planning.machines import Link
+from unequal_hosts import costs_of, hosts
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 CPU = torch.device("cpu")
 LINK = Link(1e12, 1e-9, "free")
-
-
-def hosts(*gigabytes: float, memory: float = 64e9) -> tuple[MeasuredHost, ...]:
-    return tuple(MeasuredHost(f"h{x:g}", x * 1e9, x * 1e11, memory) for x in gigabytes)
 
 
 def measured(*gigabytes: float, memory: float = 64e9, link: Link = LINK):
@@ -153,9 +149,8 @@ def test_measured_hosts_are_the_same_on_all_ranks(rank: int, world_size: int) ->
 @on_ranks(2, timeout=180.0)
 def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Path) -> None:
     path = tmp_path / f"{rank}.json"
-    rows = tuple(Measured("all_gather", size, size / 1e9) for size in (1 << 14, 1 << 20))
     with mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": str(path)}):
-        CostTable("gloo", (0, 0), rows, hosts(60, 20)).save(path, {})
+        costs_of(path, hosts(60, 20), (0, 0), 1e-5, 1e-3)
         comm = get_communicator(dist.new_group())
         found, _ = measuring.measure_all("measure", comm, CPU, 60.0)
         assert found == hosts(60, 20)

@@ -74,15 +74,17 @@ def of_rank(plan: UnequalPlan, form: str, rank: int) -> list[str]:
     """The row of a rank."""
     group, shares, machine = plan.groups[form], plan.shares(form), plan.machines[rank]
     split, counts = group.split(shares, rank), shares or (1,) * len(plan.machines)
-    without = plan.without(form, rank) if len(counts) > group.tensor_parallel_size else math.nan
-    known = "no room" if without == math.inf else in_digits(1e3 * without)
+    without = "-"
+    if len(counts) > group.tensor_parallel_size:
+        seconds = group.seconds_without[rank]
+        without = "no room" if seconds == math.inf else in_digits(1e3 * seconds)
     return [
         f"{rank} ({machine.name})",
         f"{counts[rank]} of {sum(counts)}",
         *(in_digits(x / 1e9) for x in (split.weights_bytes, split.cache_bytes, machine.memory)),
         in_digits(1e3 * group.local_seconds(shares, rank)),
         in_digits(plan.each_prompt(form)[rank].local),
-        "-" if math.isnan(without) else known,
+        without,
     ]
 
 

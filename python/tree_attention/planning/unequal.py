@@ -23,8 +23,6 @@ _LEAST_GAIN = 0.05
 # Sums of shares that are tried first: a cycle of the cache has as many blocks.
 _FEW = 16
 _OF_MEMORY = 0.9  # the rest is for activations
-# A machine that is faster than this part of the fastest is as good as the fastest.
-_AS_FAST = 0.85
 _STEPS = 60  # of a bisection: to the last bits of a float
 
 
@@ -111,18 +109,21 @@ class Group:
 
     @cached_property
     def unhelpful(self) -> tuple[int, ...]:
-        """The ranks without which a token takes less time, of those that are slower than others."""
-        speeds, size = self._speeds, self.tensor_parallel_size
-        slow = [u for u, speed in enumerate(speeds) if speed < _AS_FAST * max(speeds)]
-        slow.sort(key=lambda unit: (speeds[unit], unit))
-        found: tuple[int, ...] = ()
-        least = self.seconds_if_it_fits
-        for count in range(1, len(slow) + 1):
-            ranks = tuple(sorted(u * size + i for u in slow[:count] for i in range(size)))
-            seconds = self.without(ranks).seconds_if_it_fits
-            if seconds < least:
-                found, least = ranks, seconds
-        return found
+        """The slowest ranks, as many as make the time of a token least if they are left out."""
+        speeds = self._speeds
+        order = sorted(range(self._units), key=lambda unit: (speeds[unit], -unit))
+        found = min(
+            ([r for u in order[:count] for r in self._members(u)] for count in range(self._units)),
+            key=lambda ranks: self.without(ranks).seconds_if_it_fits,
+        )
+        return tuple(sorted(found))
+
+    @cached_property
+    def seconds_without(self) -> list[float]:
+        """The time of a token without each rank and its tensor group, or infinity where the others
+        have no room."""
+        units = [self.without(self._members(u)).seconds_if_it_fits for u in range(self._units)]
+        return [seconds for seconds in units for _ in range(self.tensor_parallel_size)]
 
     @property
     def by_arithmetic(self) -> Shares:
@@ -141,9 +142,12 @@ class Group:
         rates = ", ".join(gigabytes(speeds[rank]) for rank in ranks)
         end, them = ("", "them") if len(ranks) > 1 else ("s", "it")
         seconds = self.seconds_if_it_fits
-        told = f"a token takes about {milliseconds(seconds)} with {them} and"
         if seconds == math.inf:
             told = f"the model does not fit into memory with {them}, and a token takes about"
+        else:
+            exchange = milliseconds(until_last(self.each_token(self.best)).exchange)
+            takes = f"{milliseconds(seconds)} ({exchange} in exchanges)"
+            told = f"a token takes about {takes} with {them} and"
         sentence = (
             f"{named} read{end} {rates} GB/s and rank {fastest} {gigabytes(speeds[fastest])}: "
             f"{told} {milliseconds(self.without(ranks).seconds)} without"

@@ -80,14 +80,6 @@ class UnequalPlan:
         able = [form for form in FORMS if not self.refusal(form)]
         return min(able, key=lambda x: (self.token(x).total, self.prompt(x).total), default=None)
 
-    def without(self, form: str, rank: int) -> float:
-        """Seconds of a token without this rank, and its tensor group, under the best shares;
-        infinity where the others have no room."""
-        group = self.groups[form]
-        size = group.tensor_parallel_size
-        members = range(rank // size * size, rank // size * size + size)
-        return group.without(members).seconds_if_it_fits
-
     def verdicts(self) -> list[str]:
         """Return in sentences who sets the pace, and what leaving a rank out gains."""
         form = self.best
@@ -104,7 +96,7 @@ class UnequalPlan:
             self._pace("a prompt", self.each_prompt(form), lambda x: f"{in_digits(x)} s"),
         ]
         fastest = self if self.given == "auto" else replace(self, given="auto")
-        group = fastest.groups[fastest.best or form]
+        group = self.groups[fastest.best or form]
         if self.given != "auto" and fastest.best is not None:
             sentences.append(
                 f"By speed it would be {in_words(group.best)}, with {group.form} split: "
@@ -149,7 +141,7 @@ class UnequalPlan:
         size = group.tensor_parallel_size
         if size == len(self.machines):
             return "No rank can be left out, as all of them split the heads."
-        times = [self.without(group.form, rank) for rank in range(len(self.machines))]
+        times = group.seconds_without
         rank = times.index(min(times))
         if times[rank] == math.inf:
             return "No rank can be left out: the others have no room for the model and cache."
