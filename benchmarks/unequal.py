@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Time of a token on two hosts of unequal speed, by shares: ranks whose cores have CPU quotas.
+"""Time of a token on two hosts of unequal speed, by shares: ranks whose operators take longer.
 
-    sudo python benchmarks/unequal.py --out DIR
+    python benchmarks/unequal.py --out DIR
 
-4 layers in the shape of Llama 3.2 1B over 65,536 cached tokens. A quota needs the controller cpu of
-cgroup v1, and root.
+4 layers in the shape of Llama 3.2 1B over 65,536 cached tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Started by its path: `benchmarks` is found from the root of the checkout.
 if __name__ == "__main__":
@@ -38,15 +38,14 @@ from tree_attention.exchange import get_communicator
 from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.auto_shares import measured_group, shape_in
 
-CGROUPS = Path("/sys/fs/cgroup/cpu")
-QUOTA_US = 1_000  # the kernel's least: the shorter the period, the shorter the others' waits
 LAYERS, WARM_UP = 4, 2
 CPU = torch.device("cpu")
+LEAST_SLEEP = 2e-4  # seconds: a shorter one is not much shorter
 
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table: quotas of the ranks' cores in percent, and the shares."""
+    """A line of the table: speeds of the ranks in percent of a core, and the shares."""
 
     hosts: tuple[int, ...]
     shares: str
@@ -56,66 +55,70 @@ class Case:
         return f"{' + '.join(f'{x} %' for x in self.hosts)}, {self.shares}"
 
 
-def cases(slow: int, fast: int) -> list[Case]:
-    very_slow = max(1, fast // 10)
+def cases(slow: int) -> list[Case]:
     return [
-        Case((fast,), "alone"),
+        Case((100,), "alone"),
         Case((slow,), "alone"),
-        Case((fast, slow), "even"),
-        Case((fast, slow), "3,1"),
-        Case((fast, slow), "auto"),
-        Case((fast, very_slow), "even"),
-        Case((fast, very_slow), "auto"),
-        Case((slow, slow), "even"),
-        Case((slow, slow), "auto"),
+        Case((100, slow), "even"),
+        Case((100, slow), "3,1"),
+        Case((100, slow), "auto"),
+        Case((100, 10), "even"),
+        Case((100, 10), "auto"),
+        Case((100, 100), "even"),
+        Case((100, 100), "auto"),
     ]
 
 
-@contextmanager
-def quota(name: str, percent: int) -> Iterator[Path]:
-    """A cgroup whose processes together have this part of a core."""
-    path = CGROUPS / f"tree_attention_{os.getpid()}_{name}"
-    path.mkdir()
-    try:
-        if percent < 100:
-            (path / "cpu.cfs_period_us").write_text(str(100 * QUOTA_US // percent))
-            (path / "cpu.cfs_quota_us").write_text(str(QUOTA_US))
-        yield path
-    finally:
-        for _ in range(100):  # until its processes have gone
-            with suppress(OSError):
-                path.rmdir()
-                break
-            time.sleep(0.05)
+class Slowed(TorchDispatchMode):
+    """Each operator of this thread takes as long as on a core of so many percent of the speed: the
+    thread sleeps after it, so that it takes nothing of the cores and the memory meanwhile."""
+
+    def __init__(self, percent: int) -> None:
+        super().__init__()
+        self.more, self.owed = 100 / percent - 1, 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        begin = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        self.owed += self.more * (time.thread_time() - begin)
+        if self.owed >= LEAST_SLEEP:
+            begin = time.perf_counter()
+            time.sleep(self.owed)
+            self.owed -= time.perf_counter() - begin
+        return result
+
+
+def speed_of(percent: int) -> AbstractContextManager[Any]:
+    return nullcontext() if percent == 100 else Slowed(percent)
 
 
 def run_case(case: Case, context: int, tokens: int) -> list[dict[str, Any]]:
-    """What the ranks of a case measured; fewer where some were left out."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        groups = [stack.enter_context(quota(str(r), x)) for r, x in enumerate(case.hosts)]
-        own = {"WORLD_SIZE": str(len(groups)), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks = []
-        for rank, group in enumerate(groups):
+    """What the ranks of a case measured; fewer tokens where some were left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = {
+            "WORLD_SIZE": str(len(case.hosts)),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        cores, ranks = sorted(os.sched_getaffinity(0)), []
+        for rank, percent in enumerate(case.hosts):
             specification = {
-                "cgroup": str(group),
-                "core": sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))],
+                "percent": percent,
+                "core": cores[rank % len(cores)],
                 "shares": case.shares,
                 "context": context,
                 "tokens": tokens,
-                "out": str(folder / str(rank)),
-                "store": str(folder / "store"),
+                "out": f"{folder}/{rank}",
+                "store": f"{folder}/store",
             }
             command = [sys.executable, __file__, "--rank", json.dumps(specification)]
             ranks.append(subprocess.Popen(command, env=os.environ | own | {"RANK": str(rank)}))
         statuses = [rank.wait() for rank in ranks]
         if any(statuses):
             raise RuntimeError(f"{case.name}: a rank has failed")
-        return [json.loads((folder / str(r)).read_text()) for r in range(len(groups))]
-
-
-def move_to(cgroup: str | Path) -> None:
-    (Path(cgroup) / "cgroup.procs").write_text(str(os.getpid()))
+        return [json.loads(Path(f"{folder}/{r}").read_text()) for r in range(len(ranks))]
 
 
 @torch.inference_mode()
@@ -130,15 +133,15 @@ def run_rank(given: dict[str, Any]) -> None:
     group: Any = None
     shares: Any = {"even": None, "alone": None, "3,1": [3, 1]}.get(given["shares"])
     if size > 1:
-        move_to(given["cgroup"])
-        planned = measured_group(
-            "unequal",
-            get_communicator(),
-            lambda: shape_in(model.config, torch.bfloat16),
-            timeout=600.0,
-            device=CPU,
-            max_length=context,
-        )
+        with speed_of(given["percent"]):
+            planned = measured_group(
+                "unequal",
+                get_communicator(),
+                lambda: shape_in(model.config, torch.bfloat16),
+                timeout=600.0,
+                device=CPU,
+                max_length=context,
+            )
         if given["shares"] == "auto":
             left_out = planned.unhelpful
             kept = [r for r in range(size) if r not in left_out]
@@ -147,7 +150,6 @@ def run_rank(given: dict[str, Any]) -> None:
             shares, result["taken"] = planned.best, f"auto: {planned.best or 'even'}"
             if left_out:
                 result["taken"] = f"auto: without {', '.join(map(str, left_out))}"
-        move_to(CGROUPS)  # until the model and its cache are there
         result["planned"] = planned.token_seconds(None if shares is None else tuple(shares))
     if group is None or dist.get_rank(group) >= 0:
         hf.parallelize(model, group=group, shares=shares)
@@ -157,15 +159,15 @@ def run_rank(given: dict[str, Any]) -> None:
             layout = BlockCyclic(len(mesh.shares.cache), shares=mesh.shares.cache)
         cache = hf.TreeCache(model.config, mesh.context_group, layout, timeout=600.0)
         fill(cache, model.config, context)
-        move_to(given["cgroup"])
         token = torch.tensor([[7]])
-        for i in range(WARM_UP + given["tokens"]):
-            begin = time.perf_counter()
-            position = torch.tensor([[context + i]])
-            logits = model(token, **{CACHE_NAME: cache}, position_ids=position).logits
-            token = logits[:, -1:].argmax(dim=-1)
-            result["tokens"].append(int(token))
-            result["seconds"].append(time.perf_counter() - begin)
+        with speed_of(given["percent"]):
+            for i in range(WARM_UP + given["tokens"]):
+                begin = time.perf_counter()
+                position = torch.tensor([[context + i]])
+                logits = model(token, **{CACHE_NAME: cache}, position_ids=position).logits
+                token = logits[:, -1:].argmax(dim=-1)
+                result["tokens"].append(int(token))
+                result["seconds"].append(time.perf_counter() - begin)
     Path(given["out"]).write_text(json.dumps(result))
     dist.barrier()  # a rank that was left out keeps its part of the store until the end
     dist.destroy_process_group()
@@ -205,13 +207,16 @@ def measure(chosen: Sequence[Case], context: int, tokens: int) -> list[dict[str,
 NOTES = (
     "4 layers in the shape of Llama 3.2 1B with random weights in bfloat16 that are split (T = 1), "
     "and random keys and values of the context in the cache. Each rank is one thread on a core of "
-    "its own, of which it has 1 ms in each period that its quota gives (3 ms for 33 %); both share "
-    "this machine's memory. ms per token is the median of the slowest rank.",
+    "its own. ms per token is the median of the slowest rank.",
+    "A host of 33 % sleeps after each operator for twice its processor time: a quota of processor "
+    "time would stop it in the midst of an operator, for which the other rank waits at each "
+    "exchange, and would be spent in waiting too. Real hosts do neither.",
     "planned is the arithmetic of the planner with the speeds that the ranks measured just before. "
-    "of the sum of speeds: tokens per second divided by those of the ranks alone, added up. auto "
-    "leaves a rank out if a token takes less time without it.",
-    "A quota falls due every few milliseconds, and the other rank waits meanwhile: real hosts do "
-    "not stop so. Nor do they share a memory: what two equal ranks reach is the ceiling here.",
+    "of the sum of speeds: tokens per second divided by those of the ranks alone, added up. of the "
+    "fastest alone: tokens per second divided by those of the host of 100 %. auto leaves a rank "
+    "out if a token takes less time without it.",
+    "Both ranks share this machine's memory and last cache, as two hosts do not: what two hosts of "
+    "100 % reach is the ceiling here.",
     "right: all ranks that took part chose the same tokens.",
 )
 
@@ -225,6 +230,9 @@ def report_of(rows: list[dict[str, Any]], context: int) -> Report:
             return "-"
         return f"{1 / row['seconds'] / sum(1 / x for x in known if x):.2f}"
 
+    def of_fastest(row: dict[str, Any]) -> str:
+        return f"{alone[100] / row['seconds']:.2f}" if 100 in alone else "-"
+
     return Report(
         name="unequal",
         title=f"A token on hosts of unequal speed, {context:,} cached tokens",
@@ -234,7 +242,7 @@ def report_of(rows: list[dict[str, Any]], context: int) -> Report:
         columns=columns_of(
             rows,
             {
-                "quotas, shares": lambda row: row["name"],
+                "speeds of hosts, shares": lambda row: row["name"],
                 "taken": lambda row: row["taken"],
                 "ms per token": lambda row: f"{1e3 * row['seconds']:.0f}",
                 "least and most ms": lambda row: (
@@ -242,6 +250,7 @@ def report_of(rows: list[dict[str, Any]], context: int) -> Report:
                 ),
                 "planned ms": lambda row: f"{1e3 * row['planned']:.0f}" if row["planned"] else "-",
                 "of the sum of speeds": of_sum,
+                "of the fastest alone": of_fastest,
                 "other load": lambda row: (
                     "-" if row["other_load"] is None else f"{row['other_load']:.0%}"
                 ),
@@ -258,13 +267,12 @@ def main(arguments: list[str]) -> int:
     parser = parser_of(__doc__, "unequal")
     parser.add_argument("--context", type=int, default=65536, metavar="TOKENS")
     parser.add_argument("--tokens", type=int, default=12, help="timed tokens (default 12)")
-    parser.add_argument("--fast", type=int, default=100, metavar="PERCENT", help="default 100")
     parser.add_argument("--slow", type=int, default=33, metavar="PERCENT", help="default 33")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name has one")
     parsed = parser.parse_args(arguments)
     chosen = [
         case
-        for case in cases(parsed.slow, parsed.fast)
+        for case in cases(parsed.slow)
         if parsed.only is None or any(text in case.name for text in parsed.only)
     ]
     rows = measure(chosen, parsed.context, parsed.tokens)

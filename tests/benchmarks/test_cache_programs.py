@@ -3,6 +3,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -100,8 +101,8 @@ def test_wrong_latent_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_unequal_hosts_are_compared_with_the_sum_of_their_speeds() -> None:
-    chosen = unequal.cases(slow=33, fast=100)
-    assert {case.hosts for case in chosen} == {(100,), (33,), (100, 33), (100, 10), (33, 33)}
+    chosen = unequal.cases(slow=33)
+    assert {case.hosts for case in chosen} == {(100,), (33,), (100, 33), (100, 10), (100, 100)}
     times = {"100 %, alone": 0.1, "33 %, alone": 0.3, "100 % + 33 %, 3,1": 0.1}
     rows = [
         {
@@ -119,5 +120,22 @@ def test_unequal_hosts_are_compared_with_the_sum_of_their_speeds() -> None:
     ]
     columns = {x.heading: x.values for x in unequal.report_of(rows, 65536).columns}
     assert columns["of the sum of speeds"] == ["1.00", "1.00", "0.75"]
+    assert columns["of the fastest alone"] == ["1.00", "0.33", "1.00"]
     assert columns["planned ms"] == ["-", "-", "80"]
     assert columns["ms per token"] == ["100", "300", "100"]
+
+
+def test_operators_of_a_slow_host_take_longer() -> None:
+    slept: list[float] = []
+    clock = iter([0.0, 0.001, 0.001, 0.0011, 0.0011, 0.0111])
+    with (
+        mock.patch.object(unequal.time, "thread_time", lambda: next(clock)),
+        mock.patch.object(unequal.time, "sleep", slept.append),
+        mock.patch.object(unequal.time, "perf_counter", lambda: sum(slept)),
+        unequal.speed_of(25),
+    ):
+        a = torch.ones(2)
+        a = a * 3
+        assert (a + 1).tolist() == [4.0, 4.0]
+    assert slept == pytest.approx([0.003, 0.0003, 0.03])
+    assert not isinstance(unequal.speed_of(100), unequal.Slowed)
