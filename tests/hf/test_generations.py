@@ -141,6 +141,13 @@ def _kept_by_shares(_: str, world_size: int) -> Iterator[Options]:
     yield {"layout": BlockCyclic(world_size, 4, shares_of(world_size)), "prefill_chunk_size": 16}
 
 
+def _whole_by_shares(_: str, world_size: int) -> Iterator[Options]:
+    """Keys by shares in blocks of 4, and in the usual ones; prompts are not split."""
+    shares = shares_of(world_size)
+    yield {"layout": BlockCyclic(world_size, 4, shares), "prefill_chunk_size": 16}
+    yield {"shares": shares}
+
+
 def _split_by_shares(family: str, world_size: int) -> Iterator[Options]:
     """Weights and keys by shares, and each alone; with tensor groups those of a group are equal."""
     for size in _sizes(family, world_size):
@@ -230,6 +237,7 @@ TABLE: dict[str, Row] = {
     "weights, kept": Row([["uneven llama"]], _split_weights, ((4, 2),), (), ("kept",)),
     "shares": Row([["llama", "deepseek"]], _by_shares, (3,), (1, 2, 4)),
     "shares, families": Row(_by(8, [*SPLIT_PROMPTS]), _by_shares, deep=(2,)),
+    "shares, ALiBi": Row([["BLOOM", "MPT"]], _whole_by_shares, deep=(2, 3)),
     "shares, operations": Row(
         [["llama"]], _by_shares, deep=(3,), operations=("beams", "lookup", "sampling")
     ),
@@ -330,7 +338,7 @@ def make_model(family: str) -> Any:
         return hf_models.make_model(family)
     if family.startswith("uneven "):
         return split_models.make_model(family.removeprefix("uneven "))
-    return hf_families.make_model((SPLIT_PROMPTS | FAMILIES_TO_SPLIT)[family])
+    return hf_families.make_model((SPLIT_PROMPTS | FAMILIES_TO_SPLIT | OWN_ATTENTION)[family])
 
 
 def _prompts(case: Case) -> dict[str, Tensor]:
