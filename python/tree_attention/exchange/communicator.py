@@ -25,7 +25,7 @@ from .agreement.queries import Queries, warn_of_rounding
 from .agreement.self_test import merge_digest
 from .agreement.session import Session
 from .agreement.signatures import CALLER
-from .auto.choose import measured_costs
+from .auto.choose import COSTS_VARIABLE, measured_costs
 from .auto.setup import Resources
 from .notes import ExchangeError, Note, OtherCall, Signature, sentence
 from .options import (
@@ -126,8 +126,8 @@ class Communicator:
             self._session = Session(group, note, self._resources.abort, self.timeout)
         # Fields that must be equal on all ranks in every call.
         costs = self._resources.costs
-        digest = "shipped" if costs is None else costs.digest
-        self._constants: Signature = (("nodes", self._nodes), ("exchange costs", digest))
+        table = "none" if costs is None else costs.digest
+        self._constants: Signature = (("nodes", self._nodes), (f"table of {COSTS_VARIABLE}", table))
         self._queries = Queries()
         self._buffers, self._collectives = StateBuffers(), Collectives()
         self._num_small_calls = 0  # in a row
