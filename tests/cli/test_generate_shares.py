@@ -73,6 +73,10 @@ def test_a_slow_process_is_left_out(
     sentence = " ".join(ended[slow].stderr.split())
     assert f"generate: this process is left out: rank {slow} (h0.06) reads 0.06 GB/s" in sentence
     assert " in exchanges) with it and " in sentence and sentence.endswith(" ms without")
+    of_other = " ".join(ended[1 - slow].stderr.split())
+    assert f"generate: left out: rank {slow} (h0.06) reads 0.06 GB/s and rank " in of_other
+    told = f"generate: rank {1 - slow} (h60) alone, which reads 60 GB/s: after 32,768 tokens the ne"
+    assert told in of_other
     assert ended[slow].stdout == "" and "The same 9 tokens" in ended[1 - slow].stderr
     one, both = written(tmp_path)
     assert both["world_size"] == 1

@@ -78,7 +78,8 @@ def load_by_speed(rank: int, world_size: int, path: Path, tokens: torch.Tensor) 
         (level, line), (warning, sentence) = said.lines
         assert level == "INFO" and warning == "WARNING"
         start = "enable: hosts read, in GB/s: rank 0 (h60) 60, rank 1 (h20) 20, rank 2 (h20) 20; eq"
-        assert line.startswith(start) and line.endswith(" ms with them")
+        assert line.startswith(start) and line.endswith(" ms with them"), line
+        assert "; equal shares: after 90 tokens the next takes about " in line
         start = "enable: rank 1 (h20), rank 2 (h20) read 20, 20 GB/s and rank 0 60: a token takes"
         assert sentence.startswith(start)
         assert sentence.endswith("split the weights with from_pretrained, or start without them")

@@ -118,6 +118,8 @@ def _measured(
             _wait_for(store, kept)
         return
     if world.rank == kept[0]:
+        if left_out:
+            report("generate", f"left out: {group.advice}")
         report("generate", said(others, others.best, kept))
     try:
         yield Part(_world_of(world, kept), made, shares)

@@ -108,14 +108,17 @@ def of_group(group: Group) -> GivenShares:
 def said(group: Group, shares: Shares, ranks: Sequence[int] | None = None) -> str:
     """A sentence on what was measured and taken; `ranks` have other numbers than in the group."""
     numbers = range(len(group.machines)) if ranks is None else ranks
-    hosts = ", ".join(
-        f"rank {rank} ({machine.name}) {gigabytes(machine.memory_bandwidth)}"
-        for rank, machine in zip(numbers, group.machines, strict=True)
+    named = [f"rank {r} ({x.name})" for r, x in zip(numbers, group.machines, strict=True)]
+    rates = [gigabytes(machine.memory_bandwidth) for machine in group.machines]
+    seconds = milliseconds(group.token_seconds(shares))
+    takes = f"after {group.work.context:,} tokens the next takes about {seconds}"
+    if len(named) == 1:
+        return f"{named[0]} alone, which reads {rates[0]} GB/s: {takes}"
+    hosts = ", ".join(map(" ".join, zip(named, rates, strict=True)))
+    even = (
+        "" if shares is None else f", and {milliseconds(group.token_seconds(None))} with equal ones"
     )
-    times = f"a token takes about {milliseconds(group.token_seconds(shares))} with them"
-    if shares is not None:
-        times += f" and {milliseconds(group.token_seconds(None))} with equal ones"
-    return f"hosts read, in GB/s: {hosts}; {in_words(shares)}: {times}"
+    return f"hosts read, in GB/s: {hosts}; {in_words(shares)}: {takes} with them{even}"
 
 
 def auto_for_enabled(

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from .._numbers import in_digits
 from ..shares import MAX_SHARE, Shares, as_shares
-from .arithmetic import Seconds, Split, Work
+from .arithmetic import SPLIT, Seconds, Split, Work
 from .machines import Hosts, Link, Machine
 from .models import Model
 
@@ -161,7 +161,9 @@ class Group:
     def what_to_do(self) -> str:
         """Words on what helps where ranks make a token slower."""
         them = "them" if len(self.unhelpful) > 1 else "it"
-        if not self.has_split_weights and not self.model.not_split:
+        can_split = not self.has_split_weights and not self.model.not_split
+        split = replace(self, form=SPLIT, tensor_parallel_size=1)
+        if can_split and split.seconds_if_it_fits < self.without(self.unhelpful).seconds:
             return f"split the weights with from_pretrained, or start without {them}"
         memory = gigabytes(sum(self.machines[rank].memory for rank in self.unhelpful))
         return f"start without {them}, or keep {them} for {memory} GB of memory"
