@@ -107,6 +107,10 @@ def of_latents(column: str) -> Callable[[], float]:
     return lambda: cell("latent_model", column, context="8,192 tokens")
 
 
+def unequal(hosts: str, column: str = "ms per token") -> Callable[[], float]:
+    return lambda: cell("unequal", column, hosts=hosts)
+
+
 VALUES: dict[str, Callable[[], float]] = {
     "cpu.first_share": variant("AVX-512 without fetching ahead", SHARE),
     "cpu.avx512_share": variant("AVX-512, bfloat16, windows alone", SHARE),
@@ -210,6 +214,11 @@ VALUES: dict[str, Callable[[], float]] = {
     "cluster.rule_worst": auto(RULE, WORST),
     "cluster.calibrated_within": auto(CALIBRATED, WITHIN),
     "cluster.calibrated_worst": auto(CALIBRATED, WORST),
+    "unequal.alone": unequal("100 %, alone"),
+    "unequal.even": unequal("100 % + 33 %, even"),
+    "unequal.auto": unequal("100 % + 33 %, auto"),
+    "unequal.of_sum": unequal("100 % + 33 %, auto", "of the sum of speeds"),
+    "unequal.left_out": unequal("100 % + 10 %, auto"),
     "engines.eager": lambda: cell("engines", "decode ms", context="4096", engine="ours"),
     "engines.compiled": lambda: cell("engines", "decode ms", context="4096", x="ours_compiled"),
 }
