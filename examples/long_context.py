@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Static
 
 from tree_attention import Communicator, hf
 from tree_attention.cli.generation import cache_bytes
-from tree_attention.cli.info import cpu_name
+from tree_attention.cli.information import cpu_name
 from tree_attention.cli.usage import plain_console
 from tree_attention.cli.world import World, joined_world
 from tree_attention.hf import CACHE_NAME, TreeCache

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from tree_attention import _C, BlockCyclic, lean_decode, merge_states
-from tree_attention.cli.info import cpu_name
+from tree_attention.cli.information import cpu_name
 from tree_attention.reference import attention
 from tree_attention.reference import merge_states as merge_in_float64
 from tree_attention.reference.accuracy import bound_of_o, row_error

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tree_attention import __version__, _loader
-from tree_attention.cli.info import cpu_name
+from tree_attention.cli.information import cpu_name
 
 from . import LAUNCHER
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tree_attention.__main__ import main
-from tree_attention.cli import calibrate, generate  # noqa: F401  # once, not in each child
+from tree_attention.cli import calibration, generate  # noqa: F401  # once, not in each child
 
 from .cases import Case
 

@@ -22,7 +22,7 @@ from benchmarks.harness.measure import Load
 from benchmarks.harness.places import places_parser
 from benchmarks.harness.report import environment
 from tree_attention import lean_decode
-from tree_attention.exchange.auto.choose import COSTS_VARIABLE
+from tree_attention._environment import COSTS_VARIABLE
 from tree_attention.exchange.transport.topology import Topology
 
 from ..simulation import bytes_of_formula

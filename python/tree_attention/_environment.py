@@ -4,6 +4,8 @@
 import os
 import re
 
+COSTS_VARIABLE = "TREE_ATTENTION_COSTS"  # names a file that `calibrate` wrote
+
 
 class VariableError(ValueError):
     """A variable has a value that cannot be used; the message has name, requirement and value."""

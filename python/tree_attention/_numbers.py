@@ -17,6 +17,9 @@ import numpy as np
 _LISTS = (Sequence, np.ndarray)
 # The largest integer that tensors and the operators' C++ hold.
 MAX_INTEGER = (1 << 63) - 1
+# Of a time for which ranks wait: the largest, 115 days, and what an exchange waits for an answer.
+MAX_SECONDS = 10_000_000
+DEFAULT_TIMEOUT = 30.0
 
 
 def as_integer(value: object) -> int | None:

@@ -13,9 +13,10 @@ from benchmarks.harness import measure, ranks, report
 from benchmarks.harness.shapes import DTYPES
 from distributed import run_ranks
 from tree_attention import BlockCyclic, ring_decode
+from tree_attention._environment import COSTS_VARIABLE
 from tree_attention.baselines import MANIFEST_BYTES
 from tree_attention.exchange import Communicator
-from tree_attention.exchange.auto.choose import COSTS_VARIABLE, CostTable, Measured
+from tree_attention.exchange.auto.choose import CostTable, Measured
 from tree_attention.exchange.strategies import STRATEGIES, Topology
 
 TIMES = {"all_gather": 2e-3, "two_phase": 1e-3}  # seconds of 1 KiB

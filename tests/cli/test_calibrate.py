@@ -15,7 +15,7 @@ from rich.console import Console
 from distributed import run_ranks
 from tree_attention import strategies
 from tree_attention.__main__ import main
-from tree_attention.cli import calibrate
+from tree_attention.cli import calibration
 from tree_attention.cli.world import World
 from tree_attention.exchange import Topology
 from tree_attention.exchange.auto.choose import CostTable, Measured, MeasuredHost, choose
@@ -30,7 +30,7 @@ HOSTS = MeasuredHost("a", 6e10, 2e12, 64e9), MeasuredHost("b", 2e10, 1e12, 32e9)
 def calibrate_ranks(rank: int, world_size: int, out: str) -> str:
     console = Console(file=io.StringIO(), width=120)
     with mock.patch.dict(os.environ, {"TREE_ATTENTION_NODE": str(rank // 2)}):
-        calibrate.run(World(rank, world_size), CPU, 0.0, Path(out), console)
+        calibration.run(World(rank, world_size), CPU, 0.0, Path(out), console)
     return console.file.getvalue()
 
 
@@ -59,7 +59,7 @@ def test_calibration(tmp_path: Path) -> None:
 
 
 def test_choice_of_auto_has_a_star() -> None:
-    table = calibrate.table(
+    table = calibration.table(
         {"butterfly": {64: 2e-6, 128: 3e-6}, "two_phase": {64: 1e-6, 128: 4e-6}}
     )
     columns = [list(column.cells) for column in table.columns]
@@ -67,13 +67,13 @@ def test_choice_of_auto_has_a_star() -> None:
 
 
 def test_unequal_hosts_are_named() -> None:
-    assert calibrate.of_hosts(HOSTS) == [
+    assert calibration.of_hosts(HOSTS) == [
         "rank 0 (a): reads 60 GB/s, 2 TFLOP/s, 64 GB free",
         "rank 1 (b): reads 20 GB/s, 1 TFLOP/s, 32 GB free",
         "rank 1 reads at 33% of the speed of rank 0: with equal parts the others wait for it; see "
         "--shares of generate and plan",
     ]
-    assert len(calibrate.of_hosts((HOSTS[0], replace(HOSTS[0], read=5.5e10)))) == 2
+    assert len(calibration.of_hosts((HOSTS[0], replace(HOSTS[0], read=5.5e10)))) == 2
 
 
 def test_calibration_needs_no_matplotlib(tmp_path: Path) -> None:
@@ -81,11 +81,11 @@ def test_calibration_needs_no_matplotlib(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=120)
     table = CostTable("gloo", (0, 1), (Measured("all_gather", 1024, 0.25),))
     with (
-        mock.patch.object(calibrate, "calibrate", lambda *_: table),
-        mock.patch.object(calibrate, "measure_all", lambda *_: (HOSTS, None)),
-        mock.patch.object(calibrate.importlib.util, "find_spec", lambda name: None),
+        mock.patch.object(calibration, "calibrate", lambda *_: table),
+        mock.patch.object(calibration, "measure_all", lambda *_: (HOSTS, None)),
+        mock.patch.object(calibration.importlib.util, "find_spec", lambda name: None),
     ):
-        calibrate.run(World(), CPU, 0.0, out, console)
+        calibration.run(World(), CPU, 0.0, out, console)
     table = replace(table, machines=HOSTS)
     assert CostTable.load(out) == table and not out.with_suffix(".png").exists()
     assert "no picture without matplotlib: pip install matplotlib" in console.file.getvalue()

@@ -13,7 +13,7 @@ import torch
 
 from tree_attention import __main__, __version__, _loader
 from tree_attention._loader import TESTED_TRANSFORMERS
-from tree_attention.cli import info
+from tree_attention.cli import information
 
 
 def test_info_prints_what_is_used():
@@ -31,14 +31,15 @@ def test_info_prints_what_is_used():
     assert result.stdout.count(_loader.load().cpu_instruction_set()) >= 1
     # As in a report of a bug: every row on a line, which ends where its words end.
     names = [line.partition("  ")[0] for line in result.stdout.splitlines()]
-    assert all(name.startswith(row) for name, (row, _) in zip(names, info.rows(), strict=True))
+    rows = zip(names, information.rows(), strict=True)
+    assert all(name.startswith(row) for name, (row, _) in rows)
     assert all(line == line.rstrip() for line in result.stdout.splitlines())
 
 
 def test_info_of_a_rank_says_whose_it_is(monkeypatch):
-    assert "rank" not in dict(info.rows())
+    assert "rank" not in dict(information.rows())
     monkeypatch.setenv("RANK", "3")
-    assert dict(info.rows())["rank"] == f"3, on {platform.node()}"
+    assert dict(information.rows())["rank"] == f"3, on {platform.node()}"
 
 
 @pytest.mark.parametrize(
@@ -52,8 +53,8 @@ def test_info_of_a_rank_says_whose_it_is(monkeypatch):
 )
 def test_name_of_a_cpu_tells_its_generation(tmp_path, text, name):
     (tmp_path / "cpuinfo").write_text(text)
-    assert info.cpu_name(tmp_path / "cpuinfo") == name
-    assert info.cpu_name(tmp_path / "none") == (platform.processor() or platform.machine())
+    assert information.cpu_name(tmp_path / "cpuinfo") == name
+    assert information.cpu_name(tmp_path / "none") == (platform.processor() or platform.machine())
 
 
 def test_version(capsys):
@@ -109,18 +110,18 @@ def test_unknown_command_lists_the_known_ones(capsys):
 
 
 def test_cuda_kernels_name_compiler_and_architectures():
-    assert info.cuda_kernels("13.0", "8.0;9.0a") == "built by nvcc 13.0 for 8.0;9.0a"
+    assert information.cuda_kernels("13.0", "8.0;9.0a") == "built by nvcc 13.0 for 8.0;9.0a"
 
 
 def test_cuda_kernels_that_are_not_built_name_the_command():
-    assert info.cuda_kernels(None, None).startswith(
+    assert information.cuda_kernels(None, None).startswith(
         "not built. Where nvcc is installed: export USE_CUDA=1; "
     )
 
 
 def test_torch_without_cuda_is_the_reason_for_no_device(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert info.cuda_devices().endswith("is built without CUDA")
+    assert information.cuda_devices().endswith("is built without CUDA")
 
 
 def test_devices_that_are_too_old_are_marked(monkeypatch):
@@ -130,13 +131,13 @@ def test_devices_that_are_too_old_are_marked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", ["NVIDIA H200", "Tesla T4"].__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", [(9, 0), (7, 5)].__getitem__)
     expected = "NVIDIA H200 (sm_90), Tesla T4 (sm_75, too old: kernels need sm_80)"
-    assert info.cuda_devices() == expected
+    assert information.cuda_devices() == expected
 
 
 def test_missing_driver_is_the_reason_for_no_device(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert info.cuda_devices() == "unavailable: torch finds no CUDA driver or no device"
+    assert information.cuda_devices() == "unavailable: torch finds no CUDA driver or no device"
 
 
 def test_devices_are_named_with_their_architecture(monkeypatch):
@@ -145,17 +146,17 @@ def test_devices_are_named_with_their_architecture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert info.cuda_devices() == "H200 (sm_90)"
+    assert information.cuda_devices() == "H200 (sm_90)"
 
 
 def test_missing_backend_is_named(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert info.nccl() == f"unavailable: torch {torch.__version__} is built without it"
+    assert information.nccl() == f"unavailable: torch {torch.__version__} is built without it"
 
 
 def test_missing_transformers_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert info.transformers() == "not installed: pip install 'transformers>=5.5'"
+    assert information.transformers() == "not installed: pip install 'transformers>=5.5'"
 
 
 @pytest.mark.parametrize(
@@ -169,10 +170,10 @@ def test_missing_transformers_names_the_extra(monkeypatch):
 def test_an_untested_transformers_is_said_to_be_so(monkeypatch, version, clause):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    assert info.transformers() == version + clause
+    assert information.transformers() == version + clause
 
 
 def test_old_transformers_names_the_requirement(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "5.4.1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
-    assert info.transformers().startswith("5.4.1 is too old: >= 5.5 is required")
+    assert information.transformers().startswith("5.4.1 is too old: >= 5.5 is required")

@@ -16,7 +16,7 @@ import torch
 
 import tree_attention
 from tree_attention.__main__ import main
-from tree_attention.cli import calibrate, generation, verify
+from tree_attention.cli import calibration, generation, verification
 from tree_attention.cli.usage import plain_console, printable, shell_word
 from tree_attention.cli.world import World
 from tree_attention.exchange.auto.choose import CostTable, Measured
@@ -48,8 +48,8 @@ def calibrated(out: Path) -> list[str]:
     """The lines that `calibrate` prints, piped, about the table that it has written."""
     console = plain_console(file=io.StringIO(), width=120)
     table = CostTable("gloo", (0, 1), (Measured("all_gather", 1024, 0.25),))
-    with mock.patch.object(calibrate, "calibrate", lambda *_: table):
-        calibrate.run(World(), torch.device("cpu"), 0.0, out, console)
+    with mock.patch.object(calibration, "calibrate", lambda *_: table):
+        calibration.run(World(), torch.device("cpu"), 0.0, out, console)
     return console.file.getvalue().splitlines()
 
 
@@ -58,7 +58,7 @@ def test_the_line_of_calibrate_names_the_table(word: str, tmp_path: Path) -> Non
     folder = tmp_path / word / "a[" if len(word) < 200 else tmp_path / word
     folder.mkdir(parents=True)
     out = folder / "b].json"  # with the folder a closing tag
-    with mock.patch.object(calibrate.importlib.util, "find_spec", lambda name: None):
+    with mock.patch.object(calibration.importlib.util, "find_spec", lambda name: None):
         *_, wrote, export, _ = calibrated(out)
     assert wrote == f"wrote {printable(out)}; to use it:"
     shell = f'{export}\nprintf %s "$TREE_ATTENTION_COSTS"'
@@ -142,8 +142,8 @@ def test_a_plan_names_its_calibration(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_verify_names_its_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
-    checks = [verify.Check(f"HuggingFace tokens: {word}", True, word) for word in WORDS]
-    verify.show(checks, World())
+    checks = [verification.Check(f"HuggingFace tokens: {word}", True, word) for word in WORDS]
+    verification.show(checks, World())
     lines = capsys.readouterr().out.splitlines()
     assert all(any(line.count(word) >= 2 for line in lines) for word in WORDS)
 

@@ -9,7 +9,7 @@ import torch
 from distributed import run_ranks
 from tree_attention import lean_decode, strategies
 from tree_attention.__main__ import main
-from tree_attention.cli import verify
+from tree_attention.cli import verification
 from tree_attention.cli.world import World
 
 
@@ -26,8 +26,8 @@ def test_verify_fails_with_a_wrong_operator(
     def forgets_a_key(q, k, v, *args, **kwargs):
         return lean_decode(q, k[:, :, :-1], v[:, :, :-1], *args, **kwargs)
 
-    monkeypatch.setattr(verify, "lean_decode", forgets_a_key)
-    monkeypatch.setattr(verify, "check_huggingface", lambda *_: iter(()))
+    monkeypatch.setattr(verification, "lean_decode", forgets_a_key)
+    monkeypatch.setattr(verification, "check_huggingface", lambda *_: iter(()))
     assert main(["verify"]) == 1
     output = capsys.readouterr().out
     assert "FAILED" in output and "checks failed" in output
@@ -47,10 +47,10 @@ def test_a_check_that_raises_is_a_row_and_the_rest_run(
     def refuses_padding(name, model, ids, mask):
         yield from check_tokens(name, model, ids, mask) if mask.all() else raises()
 
-    check_tokens = verify.check_tokens
-    monkeypatch.setattr(verify, "lean_decode", takes_no_bfloat16)
-    monkeypatch.setattr(verify, "merge_states", raises)
-    monkeypatch.setattr(verify, "check_tokens", refuses_padding)
+    check_tokens = verification.check_tokens
+    monkeypatch.setattr(verification, "lean_decode", takes_no_bfloat16)
+    monkeypatch.setattr(verification, "merge_states", raises)
+    monkeypatch.setattr(verification, "check_tokens", refuses_padding)
     assert main(["verify", "--model", str(checkpoint)]) == 1
     rows = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
     assert all("the mask has [3, 1]" in row and "and more" not in row for row in rows)
@@ -64,23 +64,23 @@ def test_a_check_that_raises_is_a_row_and_the_rest_run(
 def test_verify_skips_without_transformers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify.importlib.util, "find_spec", lambda name: None)
-    (check,) = verify.check_huggingface(None)
+    monkeypatch.setattr(verification.importlib.util, "find_spec", lambda name: None)
+    (check,) = verification.check_huggingface(None)
     assert check.passed is None
-    verify.show([check], World())
+    verification.show([check], World())
     assert "'transformers>=5.5'" in capsys.readouterr().out
 
 
-def verify_on_ranks(rank: int, world_size: int, wrong_rank: int | None) -> list[verify.Check]:
+def verify_on_ranks(rank: int, world_size: int, wrong_rank: int | None) -> list[verification.Check]:
     world = World(rank, world_size)
     if rank == wrong_rank:
 
         def forgets_a_key(q, k, v, *args, **options):
             return lean_decode(q, k[:, :, 1:], v[:, :, 1:], *args, **options)
 
-        verify.lean_decode = forgets_a_key
-    checks = [*verify.check_operator(), *verify.check_ranks(world)]
-    return verify.in_all_ranks(checks, world)
+        verification.lean_decode = forgets_a_key
+    checks = [*verification.check_operator(), *verification.check_ranks(world)]
+    return verification.in_all_ranks(checks, world)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -91,19 +91,19 @@ def test_verify_ranks(world_size: int) -> None:
         assert same == 2 * (len(strategies()) + 2)  # two layouts; the rings are two more ways
 
 
-def raise_on_a_rank(rank: int, world_size: int) -> list[verify.Check]:
+def raise_on_a_rank(rank: int, world_size: int) -> list[verification.Check]:
     def made():
-        yield verify.Check("first", True, "fine")
+        yield verification.Check("first", True, "fine")
         if rank == 1:
             raise ValueError("too few bytes")
-        yield verify.Check("second", True, "fine")
+        yield verification.Check("second", True, "fine")
 
-    checks = list(verify.until_error("kind", made()))
-    return verify.in_all_ranks(checks, World(rank, world_size))
+    checks = list(verification.until_error("kind", made()))
+    return verification.in_all_ranks(checks, World(rank, world_size))
 
 
 def test_verify_on_ranks_of_which_one_raises() -> None:
-    failed = verify.Check("kind: ValueError", False, "rank 1: too few bytes")
+    failed = verification.Check("kind: ValueError", False, "rank 1: too few bytes")
     of_first, of_second = run_ranks(raise_on_a_rank, 2)
     assert [check.name for check in of_first] == ["first", "second", "kind: ValueError"]
     assert of_first[-1] == of_second[-1] == failed

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tree_attention
 from distributed import on_ranks
-from tree_attention.cli.verify import Check, in_all_ranks, same_on_all_ranks
+from tree_attention.cli.verification import Check, in_all_ranks, same_on_all_ranks
 from tree_attention.cli.world import World
 
 

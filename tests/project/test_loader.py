@@ -14,6 +14,7 @@ import torch
 from package_copy import copy_package
 from tiers import tiers
 from tree_attention import _loader
+from tree_attention.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 SUFFIX = EXTENSION_SUFFIXES[0]
@@ -108,7 +109,7 @@ def test_process_holds_one_openmp_runtime():
     """A second runtime would double the threads: torch's own and ours."""
     program = """
 import torch, tree_attention
-from tree_attention.cli.info import openmp_runtimes
+from tree_attention.cli.information import openmp_runtimes
 q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 4096, 64)
 tree_attention.lean_decode(q, k, k)
 torch.nn.functional.scaled_dot_product_attention(q, k, k)
@@ -154,6 +155,9 @@ def test_plans_versions_and_help_need_no_torch(tmp_path):
     for option in ("--version", "--help"):
         result = python("-m", "tree_attention", option, path=path)
         assert result.returncode == 0 and result.stdout and not result.stderr
+    for command in COMMANDS:
+        result = python("-m", "tree_attention", command, "--help", path=path)
+        assert result.returncode == 0 and "examples:" in result.stdout, result.stderr
     tables = "import sys; sys.path.insert(0, 'scripts/site'); import estimate; estimate.tables()"
     result = python("-c", tables, path=path)
     assert result.returncode == 0, result.stderr

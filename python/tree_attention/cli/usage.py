@@ -20,6 +20,8 @@ from .rank import is_launched, record_error
 
 # What ranks tell each other of Ctrl-C, inside a call (`Session.before_deadline`) and outside.
 INTERRUPTED = f"interrupted by {KeyboardInterrupt()!r}"
+# Processes of one job start within seconds, but a cold file system may take minutes to load them.
+RENDEZVOUS_SECONDS = 300.0
 UNFOLDED = 10_000  # columns of a table that is not on a terminal, and that names what users named
 
 
@@ -53,6 +55,15 @@ def argument_parser(command: str, description: str, *examples: str) -> argparse.
         epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,  # leaves examples on their lines
     )
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """Adds --timeout to a command whose exchanges have the library's own timeout by default."""
+    from .._numbers import DEFAULT_TIMEOUT
+
+    default = f"{RENDEZVOUS_SECONDS:g} to start, {DEFAULT_TIMEOUT:g} to answer an exchange"
+    waits = f"Seconds to wait for another rank to start or to answer (default: {default})."
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help=waits)
 
 
 def plain_console(**options: Any) -> Console:
@@ -128,7 +139,7 @@ def writing(option: str, path: Path) -> Iterator[None]:
 
 def check_seconds(option: str, seconds: float | None) -> None:
     """Raises UsageError unless `seconds`, if given, are a time that can be waited for."""
-    from ..exchange import MAX_SECONDS  # not above, as plans are made without torch
+    from .._numbers import MAX_SECONDS  # not above: errors of numpy's absence name the command
 
     if seconds is not None and not 0 < seconds <= MAX_SECONDS:
         raise UsageError(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The processes that torchrun started, or this one alone."""
 
-import argparse
 import os
 import secrets
 import signal
@@ -19,7 +18,6 @@ import torch.distributed as dist
 
 from .._environment import VariableError, read_integer
 from ..exchange import (
-    DEFAULT_TIMEOUT,
     Communicator,
     ExchangeError,
     call_before,
@@ -29,10 +27,8 @@ from ..exchange import (
     sentence,
 )
 from .rank import is_launched
-from .usage import INTERRUPTED, UsageError, check_seconds, report
+from .usage import INTERRUPTED, RENDEZVOUS_SECONDS, UsageError, check_seconds, report
 
-# Processes of one job start within seconds, but a cold file system may take minutes to load them.
-RENDEZVOUS_SECONDS = 300.0
 # Seconds after which a rank reports for whom it waits.
 _SILENT_SECONDS = 10.0
 # Seconds for which the name of rank 0's host may be unknown: clusters announce new hosts late.
@@ -57,13 +53,6 @@ class World:
     def root(self) -> bool:
         """True where this rank talks to the user."""
         return self.rank == 0
-
-
-def add_timeout(parser: argparse.ArgumentParser) -> None:
-    """Adds --timeout to a command whose exchanges have the library's own timeout by default."""
-    default = f"{RENDEZVOUS_SECONDS:g} to start, {DEFAULT_TIMEOUT:g} to answer an exchange"
-    waits = f"Seconds to wait for another rank to start or to answer (default: {default})."
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help=waits)
 
 
 def choose_device(name: str) -> torch.device:

@@ -15,14 +15,14 @@ From the public function down to the sockets; a module imports only what stands 
 Other packages import from this module only.
 """
 
-from .auto.choose import COSTS_VARIABLE, CostTable, MeasuredHost, measured_costs
+from .._numbers import DEFAULT_TIMEOUT
+from .auto.choose import CostTable, MeasuredHost, measured_costs
 from .calibration import calibrate
-from .communicator import DEFAULT_TIMEOUT, Call, Communicator, get_communicator, on_every_rank
+from .communicator import Call, Communicator, get_communicator, on_every_rank
 from .compile import collective
 from .merge import all_merge_states, fake_merge
 from .notes import ExchangeError, Note, Signature, ranks_text, sentence
 from .options import (
-    MAX_SECONDS,
     MERGE_DEFAULTS,
     MERGE_SCHEMA,
     ExchangeOptions,
@@ -42,10 +42,8 @@ from .transport.process_group import Link
 from .transport.topology import Topology
 
 __all__ = [
-    "COSTS_VARIABLE",
     "DEFAULT_TIMEOUT",
     "MAX_KEPT_BYTES",
-    "MAX_SECONDS",
     "MERGE_DEFAULTS",
     "MERGE_SCHEMA",
     "Call",

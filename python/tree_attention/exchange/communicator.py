@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
+from .._numbers import DEFAULT_TIMEOUT
 from ..index import merge_topk
 from ..ops import merge_states
 from .agreement.group_lock import GroupLock, NoLock, lock_of
@@ -49,8 +50,6 @@ from .transport.process_group import Link
 from .transport.topology import Topology, node_name
 
 T = TypeVar("T")
-
-DEFAULT_TIMEOUT = 30.0
 
 # A call in which the messages of all ranks have more bytes is large. Host memory beyond
 # `MAX_KEPT_BYTES` stays while large calls follow one another, as in a prompt's layers: each would

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._numbers import as_integers, as_real, boolean, integer, shown
+from .._numbers import MAX_SECONDS, as_integers, as_real, boolean, integer, shown
 from ..index import MAX_TOPK, check_cpu
 from ..options import MERGE, check_no_vmap, check_option_names, check_tensors
 from .strategies import STRATEGIES, HeadSharding, candidates
 from .transport.buffers import share
 
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
-MAX_SECONDS = 10_000_000  # 115 days
 Timeout = float | timedelta | None  # seconds; None is the communicator's
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -16,15 +16,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..._environment import VariableError
+from ..._environment import COSTS_VARIABLE, VariableError
 from ..._json import read_json_object, replace_file
-from ..options import MAX_SECONDS
+from ..._numbers import MAX_SECONDS
 from ..strategies import STRATEGIES, candidates
 from ..transport.buffers import StateLayout
 from ..transport.topology import Topology
 
-# Names a file that `python -m tree_attention calibrate` wrote.
-COSTS_VARIABLE = "TREE_ATTENTION_COSTS"
 _FORMAT = 4
 _READ_FORMATS = (3, 4)  # 3 has no machines
 _MIN_SECONDS = 1e-9  # of an exchange: sizes and times are divided by each other
