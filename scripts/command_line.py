@@ -51,7 +51,8 @@ def row(action: argparse.Action) -> str:
     elif action.nargs == 0 or not action.option_strings:
         values = ""
     else:
-        values = f"`{cell(str(action.metavar or action.dest.upper()))}`"
+        names_of_values = str(action.metavar or action.dest.upper()).split("|")
+        values = ", ".join(f"`{cell(x)}`" for x in names_of_values)
     meaning, default = re.sub(DEFAULT, "", action.help or ""), re.search(DEFAULT, action.help or "")
     shown = "required" if action.required else cell(default[1]) if default else ""
     return f"| {names} | {values} | {shown} | {cell(meaning)} |"

@@ -31,6 +31,7 @@ OPTIONS = {"Communicator": f"    options: {{members: [{METHODS}]}}\n"}
 _COMMANDS = re.compile(r'<div class="language-sh .*?</div>', re.DOTALL)
 # Browsers break lines after a hyphen, of which options have many. An element is left as it is.
 _WORD = re.compile(r"<[^>]*>|[^\s<>]+")
+_COLUMNS = 45  # of commands on a phone: a longer word has to be broken
 _FENCE = re.compile(r"^(```.*?^```$)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -145,7 +146,7 @@ _first_sentences: dict[str, str] = {}
 
 
 def kept_whole(word: re.Match[str]) -> str:
-    is_broken = "-" in word[0] and not word[0].startswith("<")
+    is_broken = "-" in word[0] and not word[0].startswith("<") and len(word[0]) <= _COLUMNS
     return f'<span class="word">{word[0]}</span>' if is_broken else word[0]
 
 
