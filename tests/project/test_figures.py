@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The figures in the tables of README.md and docs/measured.md are those of benchmarks/results.
+"""The figures in the tables of README.md, docs/measured.md and docs/parallelism.md are those of
+benchmarks/results.
 
 `PAGES` says for every row of these tables, in order, which cells of which results it shows: our
 value, those beside it, and then how many times as long they take. When something was measured
@@ -87,6 +88,7 @@ def methods(file: str, case: str, *names: str, column: str = "ms", unit: int = 1
 TOKEN, PROMPT = "ms /token", "prefill s"
 ONE, TWO = "1 process, 1 thread", "1 process, 2 threads"
 SPLIT = "weights split, tensor_parallel_size 2"
+REPLICATED = "weights whole, prompt split"
 LAN, OURS_ON_TWO, VLLM_ON_TWO = "0.1ms,10gbit", "ours, two hosts", "vllm, two hosts"
 HOSTS = "metro p=8 B=1 n=65536"
 TREE, PASS_Q = "auto: two_phase", "ring, passing queries"
@@ -121,6 +123,33 @@ def memory() -> list[float]:
 
 def prompts(context: int, name: str) -> list[float]:
     return fewer(engines(context, "ours", name, column="prefill tokens/s"))
+
+
+def speed_up(
+    ours: str, file: str = "scaling", suffix: str = "", place: str = "bare/2"
+) -> list[float]:
+    """How many times as fast prompts and new tokens are as in one process of one thread."""
+    row = {"place/ranks": "bare/1" if ours == TWO else place, "form": ours + suffix}
+    one = {"place/ranks": "bare/1", "form": ONE + suffix}
+    return [value(file, one, x) / value(file, row, x) for x in (PROMPT, TOKEN)]
+
+
+def shape(name: str) -> list[float]:
+    """Ranks and threads: the prompt, then the token in 16, 8 and 4 bits."""
+    times = [
+        [speed_up(form, f"scaling_{name}", suffix) for form in (SPLIT, TWO)]
+        for suffix in ("", ", int8", ", int4")
+    ]
+    return [x[0] for x in times[0]] + [x[1] for both in times for x in both]
+
+
+def quantised(dtype: str, column: str) -> list[float]:
+    names = {
+        "": ("ours", "vllm", "openvino", "llama_cpp_flash"),
+        "int8": ("ours_int8", "vllm_w8a8", "openvino_int8", "llama_cpp_q8_0"),
+        "int4": ("ours_int4", "openvino_int4", "llama_cpp_q4_0"),
+    }
+    return [value("engines_weights", {"engine": x}, column) for x in names[dtype]]
 
 
 Rows = list[Callable[[], list[float]]]
@@ -237,13 +266,29 @@ PAGES: dict[str, Rows] = {
         ),
         memory,
     ],
+    "docs/parallelism.md": [
+        *(
+            lambda form=form: speed_up(form) + speed_up(form, place="lan/2")
+            for form in (SPLIT, "weights split, tensor_parallel_size 1", REPLICATED)
+        ),
+        lambda: speed_up(TWO),
+        *(
+            lambda name=name: shape(name)
+            for name in ("llama-3.2-1b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite")
+        ),
+        *(
+            lambda dtype=dtype, column=column: quantised(dtype, column)
+            for column in ("decode ms", "prefill tokens/s")
+            for dtype in ("", "int8", "int4")
+        ),
+    ],
 }
 
 
 def table_rows(page: str) -> list[str]:
     """Return the rows of a page's tables of measurements but for their headings."""
     text = (ROOT / page).read_text()
-    if page == "README.md":
+    if page != "docs/measured.md":
         text = text.split("## Measured")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     heads = {i for i, line in enumerate(lines) if set(line) <= set("|-: ")}

@@ -2,14 +2,20 @@
 """Numbers in the prose of pages are those of benchmarks/results, which they name in a comment:
 `took 25.4 ms<!-- value: NAME -->` is compared with `VALUES[NAME]`. Words are free."""
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.results import number
-from test_figures import NUMBER, ROOT, rounds_to
+from benchmarks.harness.published_shapes import SHAPES
+from benchmarks.harness.results import number, read_table
+from test_figures import HOSTS, NUMBER, PASS_Q, ROOT, TREE, rounds_to, value
+from tree_attention.planning.arithmetic import PROMPTS, SPLIT, SPLIT_BY_HEADS, WHOLE, Split, Work
+from tree_attention.planning.machines import LINKS, MACHINES, Hosts, Machine
+from tree_attention.planning.models import NAMED
+from tree_attention.planning.unequal import Group
 
 MARK = re.compile(r"<!--\s+value:\s+(\S+)\s+-->")
 PAGES = sorted(page for page in (ROOT / "docs").glob("*.md") if MARK.search(page.read_text()))
@@ -111,7 +117,231 @@ def unequal(hosts: str, column: str = "ms per token") -> Callable[[], float]:
     return lambda: cell("unequal", column, hosts=hosts)
 
 
+def bracket(text: str, index: int = 0) -> float:
+    """A number in the brackets of a cell."""
+    return float(text.partition("(")[2].rstrip(")").split(",")[index])
+
+
+def serving(batch: int, engine: str, column: str, context: int = 4096) -> str:
+    rows = read_table("serving").rows
+    named = {"context": str(context), "batch": str(batch), "engine": engine}
+    (row,) = (x for x in rows if named.items() <= x.items())
+    return row[column]
+
+
+def throughput(batch: int, context: int = 4096) -> Callable[[], float]:
+    return lambda: bracket(serving(batch, "ours, TP 2, DCP 2", "new tokens/s", context))
+
+
+def on_hosts(engine: str, column: str) -> Callable[[], float]:
+    return lambda: value("two_hosts", {"link": "0.1ms,10gbit", "engine": engine}, column)
+
+
+def faster_hosts(other: str, ours: str = "ours, two hosts") -> float:
+    times = [on_hosts(engine, "between tokens ms")() for engine in (other, ours)]
+    return times[0] / times[1]
+
+
+def contexts(column: str, method: str, unit: float, case: str = HOSTS) -> Callable[[], float]:
+    return lambda: value("contexts", {"case": case, "method": method}, column, unit)
+
+
+def passed(keys: int) -> float:
+    """How many times as long as the tree a ring of queries takes."""
+    case = f"metro p=8 B=1 n={keys}"
+    rows = [x for x in read_table("contexts").rows if x["case"] == case]
+    (tree,) = (number(x["ms"]) for x in rows if x["method"].startswith("auto"))
+    return contexts("ms", PASS_Q, tree, case)()
+
+
+def over_reductions() -> list[float]:
+    """How many times as fast as `tree_allreduce` the best exchange of one sequence is, for each
+    number of hosts."""
+    notes = "\n".join(read_table("cluster_metro").notes)
+    found = re.findall(r"B=1 n=256: \w+ is fastest, ([\d.]+) times as fast as tree_all", notes)
+    assert len(found) == 4
+    return [float(x) for x in found]
+
+
+def of_two(method: str, unit: float) -> Callable[[], float]:
+    row = {"case": "bf16 32/8 d128 B=1 65536", "method": method}
+    return lambda: value("tree_2", row, "bytes sent", unit)
+
+
+def grown(engine: str) -> Callable[[], float]:
+    """MiB from the 1,000th answer to the 10,000th."""
+
+    def after(answered: str) -> float:
+        return value("arrivals", {"engine": engine, "answered": answered}, "memory MiB")
+
+    return lambda: after("10,000") - after("1,000")
+
+
+def threads(file: str, column: str, dtype: str) -> list[float]:
+    """One process of two threads, with weights of 16 bits and of a dtype."""
+    forms = ("1 process, 2 threads", f"1 process, 2 threads, {dtype}")
+    return [value(f"scaling_{file}", {"form": form}, column) for form in forms]
+
+
+def quantised(file: str, dtype: str, thing: str) -> Callable[[], float]:
+    """How many times as fast a token is, or how many times as long a prompt takes."""
+
+    def found() -> float:
+        if thing == "token":
+            wide, narrow = threads(file, "ms /token", dtype)
+            return wide / narrow
+        wide, narrow = threads(file, "prefill s", dtype)
+        return narrow / wide
+
+    return found
+
+
+def round_of(dtype: str, is_second: bool) -> Callable[[], float]:
+    """How many times as fast a token of `dtype` is as one of 16 bits, in a round of all engines."""
+
+    def found() -> float:
+        rows = {x["engine"]: x["decode ms"] for x in read_table("engines_weights").rows}
+        read = bracket if is_second else number
+        return read(rows["ours"]) / read(rows[f"ours_{dtype}"])
+
+    return found
+
+
+def experts(way: str) -> Callable[[], float]:
+    return lambda: cell("experts", "over reading", x=way)
+
+
+LLAMA_8B = NAMED["llama-3.1-8b"]
+
+
+def planned(form: str) -> tuple[float, float]:
+    """Seconds of a token and of a prompt on four hosts, in the table of docs/parallelism.md."""
+    hosts = Hosts(MACHINES["cpu"], LINKS["10gbe"])
+    split = Split(LLAMA_8B, form, 4, Work(128 << 10))
+    return split.token_seconds(hosts).total, split.prefill_seconds(hosts).total
+
+
+def tokens_ahead() -> float:
+    """New tokens from which split weights are ahead of a split prompt."""
+    split, heads = planned(PROMPTS), planned(SPLIT_BY_HEADS)
+    return (heads[1] - split[1]) / (split[0] - heads[0])
+
+
+def unequal() -> Group:
+    machines = tuple(Machine("", read, 1e15, 512e9, "10gbe") for read in (60e9, 20e9))
+    return Group(LLAMA_8B, SPLIT, machines, LINKS["10gbe"], Work(32 << 10))
+
+
+def qwen3_token() -> float:
+    """GB that a token of the layers in SHAPES reads."""
+    import transformers
+
+    from tree_attention.cli.models import from_config
+
+    shape = SHAPES["qwen3-30b-a3b"]
+    config = getattr(transformers, shape.config)(**shape.fields, num_hidden_layers=shape.layers)
+    reading = Hosts(Machine("", 1e9, math.inf, math.inf, ""), LINKS["10gbe"])
+    return Split(from_config("", config), WHOLE, 1, Work(1024)).token_seconds(reading).total
+
+
+def qwen3_head() -> float:
+    fields = SHAPES["qwen3-30b-a3b"].fields
+    return float(2 * fields["vocab_size"] * fields["hidden_size"] / 1e9)
+
+
+def example(pattern: str, index: int = 0) -> Callable[[], float]:
+    """A number of what docs/planning.md prints, which the lab's tests compare with `plan`."""
+
+    def found() -> float:
+        page = (ROOT / "docs/planning.md").read_text()
+        (line,) = re.findall(rf"^.*{pattern}(.*)$", page, re.MULTILINE)
+        return float(
+            NUMBER.findall(line.replace("k", "").replace("%", " "))[index].replace(",", "")
+        )
+
+    return found
+
+
+LARGEST = r"cache and weights, largest T \* "
+BANDWIDTH = r"read bandwidth: ([\d.]+) to ([\d.]+) GB/s"
+
+
 VALUES: dict[str, Callable[[], float]] = {
+    **{
+        f"measured.read_{name}": lambda i=i: float(noted("decode_avx512_bf16", BANDWIDTH)[i])
+        for i, name in enumerate(("least", "most"))
+    },
+    "measured.pages_16": lambda: value(
+        "decode_peers_avx512_bf16",
+        {"case": "bf16 32/8 d128 B=1 32768 pages of 16"},
+        "ours /contiguous",
+    ),
+    "measured.amx_share": lambda: value("decode", {"case": "bf16 32/8 d128 B=1 32768"}, "% BW"),
+    **{
+        f"serving.tokens_{name}": lambda engine=engine: number(serving(1, engine, "tokens per GiB"))
+        for name, engine in (("dcp", "ours, TP 2, DCP 2"), ("tp", "ours, TP 2"))
+    },
+    **{f"serving.dcp_{batch}": throughput(batch) for batch in (1, 8, 32)},
+    "serving.dcp_16k": throughput(1, 16384),
+    "hosts.over_gloo": lambda: faster_hosts("vllm, two hosts"),
+    "hosts.over_gloo_dcp": lambda: faster_hosts("vllm, two hosts", "ours, two hosts, DCP 2"),
+    "hosts.over_one": lambda: faster_hosts("vllm, one host"),
+    "hosts.gib_one": on_hosts("vllm, one host", "GiB of a process"),
+    "hosts.gib_two": on_hosts("ours, two hosts", "GiB of a process"),
+    "hosts.first_two": on_hosts("ours, two hosts", "first request s"),
+    "hosts.first_one": on_hosts("vllm, one host", "first request s"),
+    "contexts.kb_tree": contexts("bytes sent", TREE, 1e3),
+    "contexts.kb_pass_q": contexts("bytes sent", PASS_Q, 1e3),
+    "contexts.gb_ring": contexts("bytes sent", "ring", 1e9),
+    "contexts.gbit_ring": contexts("Gb/s", "ring", 1),
+    "contexts.pass_q_2k": lambda: passed(2048),
+    "contexts.pass_q_8k": lambda: passed(8192),
+    "tree_2.kb_tree": of_two("auto", 1e3),
+    "tree_2.mb_ring": of_two("ring", 1e6),
+    "metro.least": lambda: min(over_reductions()),
+    "metro.most": lambda: max(over_reductions()),
+    "metro.three": lambda: value(
+        "cluster_metro", {"case": "metro p=8 B=1 n=256", "method": "three_allreduce"}, "ms"
+    ),
+    "memory.shard": lambda: value(
+        "memory", {"case": "p=4 n=131072", "method": "ring"}, "shard bytes", 1e9
+    ),
+    **{
+        f"{name}.{dtype}_{thing}": quantised(file, dtype, thing)
+        for name, file, things in (
+            ("llama_1b", "llama-3.2-1b", ("token", "prompt")),
+            ("deepseek", "deepseek-v2-lite", ("prompt",)),
+        )
+        for dtype in ("int8", "int4")
+        for thing in things
+    },
+    **{
+        f"rounds.{dtype}_{name}": round_of(dtype, name == "second")
+        for dtype in ("int8", "int4")
+        for name in ("first", "second")
+    },
+    **{f"experts.{dtype}": experts(f"ours, {dtype}") for dtype in ("bf16", "int8", "int4")},
+    "experts.grouped": experts("grouped_mm, bf16"),
+    "plan.prompt_split": lambda: planned(PROMPTS)[1],
+    "plan.prompt_heads": lambda: planned(SPLIT_BY_HEADS)[1],
+    "plan.token_split": lambda: 1e3 * planned(PROMPTS)[0],
+    "plan.token_heads": lambda: 1e3 * planned(SPLIT_BY_HEADS)[0],
+    "plan.tokens_ahead": tokens_ahead,
+    "unequal.alone": lambda: 1e3 * unequal().without([1]).seconds,
+    "unequal.even": lambda: 1e3 * unequal().token_seconds(None),
+    "unequal.shares": lambda: 1e3 * unequal().seconds,
+    "qwen3.token_gb": qwen3_token,
+    "qwen3.head_gb": qwen3_head,
+    **{
+        f"example.{name}": example(LARGEST, i)
+        for i, name in enumerate(("weights", "cache", "longest", "token", "exchange", "prompt"))
+    },
+    "example.shares": example(r"cache and weights, T = 1 \*  +4, 1"),
+    "example.alone": example("The fastest alone, rank 0 .new., takes"),
+    "example.even": example(r"cache and weights, T = 1 \*  +4, 1", 2),
+    "arrivals.vllm": grown("vllm, one host"),
+    "arrivals.one": grown("ours, one host"),
+    "arrivals.two": grown("ours, two hosts, TP 2"),
     "cpu.first_share": variant("AVX-512 without fetching ahead", SHARE),
     "cpu.avx512_share": variant("AVX-512, bfloat16, windows alone", SHARE),
     "cpu.best_share": variant(

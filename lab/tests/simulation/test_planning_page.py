@@ -10,6 +10,7 @@ import pytest
 from lab.simulation import planning
 from tree_attention.__main__ import main
 from tree_attention.exchange.auto.choose import CostTable, Measured, MeasuredHost
+from tree_attention.planning.machines import SUSTAINED
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/planning.md").read_text()
@@ -56,3 +57,13 @@ def test_predictions_beside_measured_runs() -> None:
     whole, split = ([tokens[i] for i in rows] for rows in ((0, 1, 4, 5), (2, 3, 6, 7)))
     assert (max(whole), min(whole), max(split), min(split)) == (0, -3, -10, -13)
     assert (max(prompts), min(prompts)) == (0, -9)
+
+
+def test_numbers_in_the_words_about_the_measured_runs() -> None:
+    words = " ".join(PAGE.split())
+    machine = planning._scaling()[-1]
+    read, flop = re.findall(r"reads \(([\d.]+) GB/s\) and computes \(([\d.]+) TFLOP/s\)", words)[0]
+    sustained = SUSTAINED * machine.arithmetic
+    assert (read, flop) == (f"{machine.memory_bandwidth / 1e9:.1f}", f"{sustained / 1e12:.2f}")
+    missing = [float(row[4]) - float(row[5]) for row in planning.latent_rows()]
+    assert f"predicted {missing[0]:.1f} and {missing[1]:.1f} ms too short" in words
