@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds `tree_attention._C`. Everything that is not compiled is in pyproject.toml.
 
-Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1, DEBUG=0|1,
-REPOSITORY_URL (CONTRIBUTING.md).
+Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1, DEBUG=0|1
+(CONTRIBUTING.md).
 """
 
 import os
@@ -203,8 +203,8 @@ def torch_requirement(releases: tuple[str, ...]) -> str:
 
 
 def project_urls() -> dict[str, str]:
-    """Pages of a published copy, whose builder names its repository, as for the site."""
-    address = os.environ.get("REPOSITORY_URL", "").rstrip("/")
+    """Pages of the repository, if it is published."""
+    address = runpy.run_path("python/tree_attention/_loader.py")["REPOSITORY"].rstrip("/")
     pages = {
         "Homepage": "",
         "Repository": "",

@@ -5,6 +5,7 @@ import ast
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -54,7 +55,15 @@ CUDAExtension = CppExtension
 
 @pytest.fixture
 def run_setup(tmp_path):
-    def run(*command, torch="2.15.0+cu132", cuda="13.2", nvcc="13.0", capabilities=(), **variables):
+    def run(
+        *command,
+        torch="2.15.0+cu132",
+        cuda="13.2",
+        nvcc="13.0",
+        capabilities=(),
+        source=ROOT,
+        **variables,
+    ):
         (tmp_path / "torch" / "utils").mkdir(parents=True)
         (tmp_path / "torch" / "__init__.py").write_text(
             FAKE_TORCH.format(version=torch, cuda=cuda, capabilities=capabilities)
@@ -71,7 +80,7 @@ def run_setup(tmp_path):
         environment |= {"PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda")}
         return subprocess.run(
             [sys.executable, "setup.py", *(command or ("--name",))],
-            cwd=ROOT,
+            cwd=source,
             env=environment,
             capture_output=True,
             text=True,
@@ -278,8 +287,16 @@ def test_metadata_require_the_torch_that_the_extension_runs_with(
 
 @pytest.mark.parametrize("published", [True, False])
 def test_metadata_name_author_licence_pages_and_command(run_setup, tmp_path, published):
-    address = {"REPOSITORY_URL": "https://host/tree_attention/"} if published else {}
-    output(run_setup("egg_info", "--egg-base", tmp_path, **address))
+    loader = "python/tree_attention/_loader.py"
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", loader):
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    address = "https://host/tree_attention/" if published else ""
+    text = (tmp_path / "source" / loader).read_text()
+    text, found = re.subn(r'^REPOSITORY = ".*"$', f'REPOSITORY = "{address}"', text, flags=re.M)
+    assert found == 1
+    (tmp_path / "source" / loader).write_text(text)
+    output(run_setup("egg_info", "--egg-base", tmp_path, source=tmp_path / "source"))
     folder = tmp_path / "tree_attention.egg-info"
     head = (folder / "PKG-INFO").read_text().partition("\n\n")[0].splitlines()
     assert "Author: the tree_attention authors" in head
