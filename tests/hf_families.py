@@ -210,6 +210,7 @@ HYBRIDS: dict[str, Family] = {
         _LATENTS,
         {"q_lora_rank": None, "num_experts": 4, "num_experts_per_token": 2},
         {"moe_intermediate_size": 48, "num_shared_experts": 1},
+        {"linear_num_heads": 4, "linear_head_dim": 16},
         _LINEAR_FIRST,
     ),
     "LFM2": _family("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
