@@ -2,11 +2,13 @@
 """Models over ranks say what transformers says of one: families, kinds of caches and operations.
 
 Each row of `TABLE` is served in all its ways: prompts split, weights split, windows that leave
-slots behind. The mistakes these tests are for: a token that no rank or two compute, a key in the
-wrong slot or on the wrong rank, a slot that a query sees and that is gone, a slice of a weight that
-is off by a row, a packed projection cut across its parts, a bias added on every rank, heads that
-meet other heads' keys, a family that computes with all tokens of a chunk in one place, ranks that
-part.
+slots behind. Of a row's families, operations, caches, ways and worlds the quick tier has each once,
+and both tiers together have every two of them (`pairwise.py`).
+
+The mistakes these tests are for: a token that no rank or two compute, a key in the wrong slot or on
+the wrong rank, a slot that a query sees and that is gone, a slice of a weight that is off by a row,
+a packed projection cut across its parts, a bias added on every rank, heads that meet other heads'
+keys, a family that computes with all tokens of a chunk in one place, ranks that part.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import hf_models
 import split_models
 from generations import generated, left_padded, nan_in_new_memory, same_on_all_ranks, ways_to_read
 from hf_families import FAMILIES_TO_SPLIT, OWN_ATTENTION, WORKING, sizes_of_tensor_groups
+from pairwise import by_tier
 from rounded_caches import rounded_cache
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout, hf
 from tree_attention.hf import CACHE_NAME
@@ -178,14 +181,21 @@ def _split_checkpoints(family: str, world_size: int) -> Iterator[Options]:
 
 
 def _most_tensor_ranks(family: str, world_size: int) -> Iterator[Options]:
+    yield [*_split_weights(family, world_size)][-1]
+
+
+def _most_of_checkpoints(family: str, world_size: int) -> Iterator[Options]:
     """Experts one by one under the names that each family has for them."""
     yield {"tensor_parallel_size": _sizes(family, world_size)[-1], "published": True}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Families x kinds of caches x operations, each in all `ways`; `groups` of families meet in one
-    test. Worlds in a tuple run one after the other in one directory."""
+    """Families x operations x kinds of caches x `ways` x worlds, of which `chosen` takes some.
+
+    `groups` of families meet in one test. Worlds in a tuple run one after the other in one
+    directory. `in_turn`: fields of `Served` that meet some of the other values, not every one.
+    """
 
     groups: Sequence[Sequence[str]]
     ways: Callable[[str, int], Iterator[Options]]
@@ -195,6 +205,28 @@ class Row:
     caches: Sequence[str] = ("growing",)
     num_tokens: int = 8
     small_windows: bool = False  # layers with windows leave slots behind all the time
+    in_turn: Sequence[str] = ()
+
+    def chosen(self) -> list[Any]:
+        """The cases of both tiers as `by_tier` has them: a list for each world or worlds."""
+        in_turn = [Served._fields.index(name) for name in self.in_turn]
+        return by_tier(self._all(self.quick), self._all(self.deep), in_turn)
+
+    def _all(self, worlds: Sequence[int | tuple[int, ...]]) -> Iterator[Served]:
+        families = [family for group in self.groups for family in group]
+        for each in product(families, self.operations, self.caches, worlds):
+            sizes = each[-1] if isinstance(each[-1], tuple) else (each[-1],)
+            ways = min(len([*self.ways(each[0], size)]) for size in sizes)
+            for way in range(ways):
+                yield Served(*each[:-1], way, each[-1])
+
+
+class Served(NamedTuple):
+    family: str
+    operation: str
+    cache: str
+    way: int  # of those of the row
+    worlds: int | tuple[int, ...]
 
 
 def _by(count: int, names: Sequence[str]) -> list[Sequence[str]]:
@@ -216,27 +248,33 @@ UNEVEN = [f"uneven {name}" for name in split_models.FAMILIES]
 ALL_OPERATIONS = [x for x in OPERATIONS if x not in ("even", "chunks", "enabled assistant")]
 CHOOSING = [name for name, x in hf_families.CHOOSING.items() if x.exists]
 UNPADDED = {name for name, x in hf_families.CHOOSING.items() if not x.is_padded}
+FAMILIES = ["family"]  # in turn
 OF_CHOSEN = ("beams", "sampling", "lookup", "embeddings", "copied model")
 CROPPING = ("beams", "lookup", "enabled assistant")
 
 TABLE: dict[str, Row] = {
     "prompts": Row(_by(8, [*hf_models.CONFIGS]), _in_any_layout, deep=(1, 2, 3, 4)),
     "prompts, families": Row(_by(8, [*SPLIT_PROMPTS])[:1], _by_any_owner, quick=(2,)),
-    "prompts, all families": Row(_by(8, [*SPLIT_PROMPTS])[1:], _by_any_owner, deep=(2,)),
+    "prompts, all families": Row(
+        _by(8, [*SPLIT_PROMPTS])[1:], _by_any_owner, deep=(2,), in_turn=FAMILIES
+    ),
     "prompts, operations": Row([["llama"]], _in_blocks, (3,), (1, 2, 4), ALL_OPERATIONS),
-    "prompts, kept": Row([["llama"]], _in_any_layout, (), (1, 2, 3, 4), ("kept",)),
+    "prompts, kept": Row(
+        [["llama"]], _in_any_layout, (), (1, 2, 3, 4), ("kept",), in_turn=["way"]
+    ),
     "weights": Row(_by(1, UNEVEN), _split_checkpoints, (), (1, 2, 3, 4), ("chunks", "even")),
     "weights, uneven": Row([UNEVEN], _split_checkpoints, quick=(2,)),
     "weights, families": Row([QUICK], _split_weights, (2,), (1,)),
-    "weights, all families": Row(_by(9, SPLIT_WEIGHTS), _split_weights, deep=(3, 4)),
-    "checkpoints": Row([[x for x in QUICK if x in PUBLISHED]], _most_tensor_ranks, (2,)),
-    "all checkpoints": Row(_by(9, PUBLISHED), _most_tensor_ranks, deep=(2,)),
+    "weights, all families": Row(_by(9, SPLIT_WEIGHTS), _most_tensor_ranks, deep=(4,)),
+    "checkpoints": Row([[x for x in QUICK if x in PUBLISHED]], _most_of_checkpoints, (2,)),
+    "all checkpoints": Row(_by(9, PUBLISHED), _most_of_checkpoints, deep=(2,)),
     "weights, operations": Row(
-        [["uneven llama_tied"]], _split_weights, deep=(2, 3, 4), operations=ALL_OPERATIONS
+        [["uneven llama_tied"]], _split_weights, deep=(2, 3, 4), operations=ALL_OPERATIONS,
+        in_turn=["worlds"],
     ),
     "weights, kept": Row([["uneven llama"]], _split_weights, ((4, 2),), (), ("kept",)),
     "shares": Row([["llama", "deepseek"]], _by_shares, (3,), (1, 2, 4)),
-    "shares, families": Row(_by(8, [*SPLIT_PROMPTS]), _by_shares, deep=(2,)),
+    "shares, families": Row(_by(8, [*SPLIT_PROMPTS]), _by_shares, deep=(2,), in_turn=FAMILIES),
     "shares, ALiBi": Row([["BLOOM", "MPT"]], _whole_by_shares, deep=(2, 3)),
     "shares, operations": Row(
         [["llama"]], _by_shares, deep=(3,), operations=("beams", "lookup", "sampling")
@@ -249,11 +287,14 @@ TABLE: dict[str, Row] = {
         caches=("growing", "fixed", "int8"), num_tokens=20, small_windows=True,
     ),
     "shares of weights": Row([["uneven llama"]], _split_by_shares, (2,), (3, 4)),
-    "shares of weights, families": Row([QUICK], _split_by_shares, deep=(4,)),
-    "shares of weights, all families": Row(_by(9, SPLIT_WEIGHTS), _split_by_shares, deep=(3,)),
+    "shares of weights, families": Row([QUICK], _split_by_shares, deep=(4,), in_turn=FAMILIES),
+    "shares of weights, all families": Row(
+        _by(9, SPLIT_WEIGHTS), _split_by_shares, deep=(3,), in_turn=FAMILIES
+    ),
     "shares of weights, operations": Row(
         [["uneven llama_tied"]], _split_by_shares, deep=(3,),
         operations=[x for x in ALL_OPERATIONS if x != "kept"],  # which a layout is given for
+        in_turn=["operation"],
     ),
     "shares of checkpoints": Row(
         [["uneven llama_tied", "uneven gpt_oss"]], _checkpoints_by_shares, deep=(2, 3, 4)
@@ -299,7 +340,11 @@ if len(CHOOSING) == len(hf_families.CHOOSING):  # not before transformers 5.24
             [CHOOSING], _by_rows, (2,), (1, 3, 4), caches=("growing", "fixed"), num_tokens=12
         ),
         "chosen keys, layouts": Row(
-            [["DeepSeek-V3.2", "MiniMax-M3"]], _whole_in_any_layout, (3,), (1, 2, 4)
+            [["DeepSeek-V3.2", "MiniMax-M3"]],
+            _whole_in_any_layout,
+            (3,),
+            (1, 2, 4),
+            in_turn=["way"],
         ),
         "chosen keys, operations": Row(
             [["GLM-5", "MiniMax-M3"]], _by_rows, (2,), (1, 3, 4), OF_CHOSEN, ("growing", "fixed")
@@ -308,12 +353,19 @@ if len(CHOOSING) == len(hf_families.CHOOSING):  # not before transformers 5.24
             [["DeepSeek-V3.2"]], _by_rows, (2,), (1, 3), caches=("int8",), num_tokens=12
         ),
         "chosen keys, weights": Row([CHOOSING], _split_weights, (2,)),
-        "chosen keys, checkpoints": Row([CHOOSING], _most_tensor_ranks, (2,)),
+        "chosen keys, checkpoints": Row([CHOOSING], _most_of_checkpoints, (2,)),
         "chosen keys, kept": Row(
             [["DeepSeek-V3.2", "MiniMax-M3"]], _by_rows, ((2, 1, 3),), (), ("kept",), num_tokens=12
         ),
         "chosen keys, all kept": Row(
-            [CHOOSING], _by_rows, (), ((3, 2, 1),), ("kept",), ("growing", "fixed"), 12
+            [CHOOSING],
+            _by_rows,
+            (),
+            ((3, 2, 1),),
+            ("kept",),
+            ("growing", "fixed"),
+            12,
+            in_turn=FAMILIES,
         ),
     }
 
@@ -396,13 +448,18 @@ def _compare(found: Any, expected: Said, case: Case, options: Options) -> list[T
 
 
 def _serve(
-    rank: int, world_size: int, name: str, wanted: dict[Case, tuple[Said, ...]], directory: Path
+    rank: int,
+    world_size: int,
+    name: str,
+    wanted: dict[Case, tuple[tuple[Said, ...], list[int]]],
+    directory: Path,
 ) -> list[Tensor]:
-    """The logits of every case in every way; all are compared here."""
+    """The logits of every case in its ways; all are compared here."""
     row, found = TABLE[name], []
-    for case, turns in wanted.items():
-        for number, options in enumerate(row.ways(case.family, world_size)):
-            options |= CACHES[case.cache]
+    for case, (turns, numbers) in wanted.items():
+        ways = [*row.ways(case.family, world_size)]
+        for number in numbers:
+            options = ways[number] | CACHES[case.cache]
             model = _make(case.family, options, directory)
             with ExitStack() as stack:
                 if row.small_windows:
@@ -532,24 +589,24 @@ def _keep(
 def _params() -> list[Any]:
     found = []
     for name, row in TABLE.items():
-        for group, kind in product(row.groups, row.caches):
-            for worlds, marks in ((row.quick, ()), (row.deep, pytest.mark.deep)):
-                for world in worlds:
-                    label = f"{name}-{group[0]}-{kind}-{world}"
-                    found.append(pytest.param(name, group, kind, world, marks=marks, id=label))
+        for chosen, group in product(row.chosen(), row.groups):
+            cases = [case for case in chosen.values[0] if case.family in group]
+            label = f"{name}-{group[0]}-{chosen.id}"
+            if cases:
+                found.append(pytest.param(name, cases, marks=chosen.marks, id=label))
     return found
 
 
-@pytest.mark.parametrize("name, families, kind, worlds", _params())
-def test_tokens_equal_those_of_transformers(
-    name: str, families: Sequence[str], kind: str, worlds: Any, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name, cases", _params())
+def test_tokens_equal_those_of_transformers(name: str, cases: list[Served], tmp_path: Path) -> None:
     """In every world; ranks have the same bits."""
-    row = TABLE[name]
-    cases = (Case(*x, kind, row.num_tokens) for x in product(families, row.operations))
-    wanted = {case: said(case) for case in cases}
-    for family in families:
-        if row.ways in (_split_checkpoints, _most_tensor_ranks, _checkpoints_by_shares):
+    worlds = cases[0].worlds
+    row, wanted = TABLE[name], dict[Case, tuple[tuple[Said, ...], list[int]]]()
+    for case in cases:
+        each = Case(*case[:3], row.num_tokens)
+        wanted.setdefault(each, (said(each), []))[1].append(case.way)
+    if row.ways in (_split_checkpoints, _most_of_checkpoints, _checkpoints_by_shares):
+        for family in {case.family for case in cases}:
             make_model(family).save_pretrained(tmp_path / family)
     for world_size in worlds if isinstance(worlds, tuple) else (worlds,):
         same_on_all_ranks(run_ranks(_serve, world_size, name, wanted, tmp_path, timeout=200.0))

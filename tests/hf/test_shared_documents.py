@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,10 +28,10 @@ pytest.importorskip("transformers")
 
 import hf_families
 from generations import nan_in_new_memory, same_on_all_ranks
+from pairwise import by_tier
 from questions import (
     DOCUMENT,
     KINDS,
-    Answer,
     answers_alone,
     ask,
     check_answers,
@@ -43,8 +45,14 @@ from tree_attention.hf.prompts import copies
 from window_caches import crop, crop_to
 
 HYBRIDS = ("Qwen3-Next", "LFM2")
+QUICK = ("llama", "gemma2", "BLOOM", "Qwen3-Next")
 JAMBA = hf_families.HYBRIDS["Jamba"]
-Wanted = dict[tuple[str, str | None], list[list[Answer]]]
+Kind = tuple[str, str | None]  # with the dtype of the keys
+KINDS_OF_KEYS = [
+    *((name, None) for name in (*KINDS, *HYBRIDS)),
+    ("llama", "int8"),
+    ("gemma2", "fp8"),
+]
 
 
 def _texts(name: str) -> list[dict[str, Tensor]]:
@@ -74,47 +82,56 @@ def _layouts(world_size: int, name: str) -> list[Any]:
     return layouts
 
 
-def _answered(rank: int, world_size: int, wanted: Wanted) -> list[Tensor]:
+def _answered(
+    rank: int, world_size: int, cases: list[tuple[Kind, int, int]], wanted: dict[Kind, Any]
+) -> list[Tensor]:
     found = []
-    for (name, kv_dtype), (first, second) in wanted.items():
-        texts, others = _texts(name)
-        for layout in _layouts(world_size, name):
-            model = hf.enable(make_model(name), layout=layout, kv_dtype=kv_dtype)
-            with mock.patch.multiple(window, MARGIN=7, STEP=3), nan_in_new_memory():
-                cache = _read(model, texts, layout, kv_dtype)
-                shared, more = cache.share(3), cache.share(4)
-                for _ in range(2):
-                    output = ask(model, texts, **{CACHE_NAME: shared})
-                    check_answers(output, first, kv_dtype)
-                    found.append(torch.stack(output.logits))
-                    if name in (*HYBRIDS, "mistral_window", "gemma2", "gpt_oss"):
-                        shared = cache.share(3)  # states and windows of slots that are gone
-                    else:
-                        crop(shared, int(shared.get_seq_length()) - DOCUMENT)
-                # The document goes on, too, and what was shared before does not notice.
-                one = {key: x[1:2] for key, x in texts.items()}
-                if one["attention_mask"].all():
-                    check_answers(ask(model, one, **{CACHE_NAME: cache}), first[1:2], kv_dtype)
-                output = ask(model, others, **{CACHE_NAME: more})
-                check_answers(output, second, kv_dtype)
+    for (name, kv_dtype), number, _ in cases:
+        layout = _layouts(world_size, name)[number]
+        (texts, others), (first, second) = _texts(name), wanted[name, kv_dtype]
+        model = hf.enable(make_model(name), layout=layout, kv_dtype=kv_dtype)
+        with mock.patch.multiple(window, MARGIN=7, STEP=3), nan_in_new_memory():
+            cache = _read(model, texts, layout, kv_dtype)
+            shared, more = cache.share(3), cache.share(4)
+            for _ in range(2):
+                output = ask(model, texts, **{CACHE_NAME: shared})
+                check_answers(output, first, kv_dtype)
                 found.append(torch.stack(output.logits))
+                if name in (*HYBRIDS, "mistral_window", "gemma2", "gpt_oss"):
+                    shared = cache.share(3)  # states and windows of slots that are gone
+                else:
+                    crop(shared, int(shared.get_seq_length()) - DOCUMENT)
+            # The document goes on, too, and what was shared before does not notice.
+            one = {key: x[1:2] for key, x in texts.items()}
+            if one["attention_mask"].all():
+                check_answers(ask(model, one, **{CACHE_NAME: cache}), first[1:2], kv_dtype)
+            output = ask(model, others, **{CACHE_NAME: more})
+            check_answers(output, second, kv_dtype)
+            found.append(torch.stack(output.logits))
     return found
 
 
+def _in_layouts(kinds: Sequence[Kind], worlds: Sequence[int]) -> list[tuple[Kind, int, int]]:
+    return [
+        (kind, number, world_size)
+        for kind, world_size in product(kinds, worlds)
+        for number in range(len(_layouts(world_size, kind[0])))
+    ]
+
+
 @pytest.mark.parametrize(
-    "names, world_size",
-    tiers(
-        [(("llama", "gemma2", "BLOOM", "Qwen3-Next"), 2)],
-        [((*KINDS, *HYBRIDS), n) for n in (1, 3)],
+    "cases",
+    by_tier(
+        _in_layouts([x for x in KINDS_OF_KEYS if x[0] in QUICK], [2]),
+        _in_layouts(KINDS_OF_KEYS, [1, 3]),
     ),
 )
-def test_rows_are_answered_as_each_is_alone(names: tuple[str, ...], world_size: int) -> None:
-    kinds = [(name, None) for name in names] + [("llama", "int8"), ("gemma2", "fp8")]
+def test_rows_are_answered_as_each_is_alone(cases: list[tuple[Kind, int, int]]) -> None:
     wanted = {
         (name, kv_dtype): [answers_alone(make_model(name), x, kv_dtype) for x in _texts(name)]
-        for name, kv_dtype in kinds
+        for name, kv_dtype in dict.fromkeys(kind for kind, *_ in cases)
     }
-    same_on_all_ranks(run_ranks(_answered, world_size, wanted, timeout=200.0))
+    same_on_all_ranks(run_ranks(_answered, cases[0][-1], cases, wanted, timeout=200.0))
 
 
 def _storages(*caches: hf.TreeCache) -> dict[int, int]:
@@ -290,47 +307,64 @@ def _said(model: Any, operation: str) -> Any:
     return model.generate(**_one_prompt(), **_options(operation), return_dict_in_generate=True)
 
 
-def _copies(rank: int, world_size: int, wanted: dict[str, dict[str, Tensor]]) -> None:
-    for name, operations in wanted.items():
-        ways: list[dict[str, Any]] = [{}, {"prefill_chunk_size": 8}]
-        if name not in ("BLOOM", "MPT", *HYBRIDS):
-            ways.append({"prefill": "split"})
-        for options in ways:
-            model = hf.enable(make_model(name), layout=BlockCyclic(world_size, 4), **options)
-            rows = list[int]()
-            base = getattr(model, model.base_model_prefix)
-            base.register_forward_pre_hook(
-                lambda _, args, kwargs, rows=rows: rows.append(
-                    len((*args, kwargs.get("input_ids"))[0])
-                ),
-                with_kwargs=True,
+def _ways(name: str) -> list[dict[str, Any]]:
+    ways: list[dict[str, Any]] = [{}, {"prefill_chunk_size": 8}]
+    if name not in ("BLOOM", "MPT", *HYBRIDS):
+        ways.append({"prefill": "split"})
+    return ways
+
+
+def _copies(
+    rank: int,
+    world_size: int,
+    cases: list[tuple[str, str, int, int]],
+    wanted: dict[tuple[str, str], Tensor],
+) -> None:
+    for name, operation, way, _ in cases:
+        options = _ways(name)[way]
+        model = hf.enable(make_model(name), layout=BlockCyclic(world_size, 4), **options)
+        rows = list[int]()
+        base = getattr(model, model.base_model_prefix)
+        base.register_forward_pre_hook(
+            lambda _, args, kwargs, rows=rows: rows.append(
+                len((*args, kwargs.get("input_ids"))[0])
+            ),
+            with_kwargs=True,
+        )
+        for least, first in ((8, 1), (512, None)):  # read once, and not
+            rows.clear()
+            with (
+                mock.patch.object(copies, "LEAST_SHARED", least),
+                mock.patch.multiple(window, MARGIN=7, STEP=3),
+                nan_in_new_memory(),
+            ):
+                output = _said(model, operation)
+            assert torch.equal(output.sequences, wanted[name, operation]), (
+                name,
+                operation,
+                options,
             )
-            for operation, tokens in operations.items():
-                for least, first in ((8, 1), (512, None)):  # read once, and not
-                    rows.clear()
-                    with (
-                        mock.patch.object(copies, "LEAST_SHARED", least),
-                        mock.patch.multiple(window, MARGIN=7, STEP=3),
-                        nan_in_new_memory(),
-                    ):
-                        output = _said(model, operation)
-                    assert torch.equal(output.sequences, tokens), (name, operation, options)
-                    assert rows[0] == (first or rows[-1]) and rows[-1] > 1
-                    # All layers of this one have windows, which are copied.
-                    is_shared = first == 1 and name != "mistral_window"
-                    assert output[CACHE_NAME].is_shared == is_shared
+            assert rows[0] == (first or rows[-1]) and rows[-1] > 1
+            # All layers of this one have windows, which are copied.
+            is_shared = first == 1 and name != "mistral_window"
+            assert output[CACHE_NAME].is_shared == is_shared
+
+
+def _in_ways(names: Sequence[str], worlds: Sequence[int]) -> list[tuple[str, str, int, int]]:
+    return [
+        (name, operation, way, world_size)
+        for name, operation, world_size in product(names, OPERATIONS, worlds)
+        for way in range(len(_ways(name)))
+    ]
 
 
 @pytest.mark.parametrize(
-    "names, world_size",
-    tiers(
-        [(("llama", "Qwen3-Next"), 2)],
-        [((*KINDS, *HYBRIDS), n) for n in (1, 3)],
-    ),
+    "cases",
+    by_tier(_in_ways(("llama", "Qwen3-Next"), [2]), _in_ways((*KINDS, *HYBRIDS), [1, 3])),
 )
-def test_beams_and_samples_read_their_prompt_once(names: tuple[str, ...], world_size: int) -> None:
+def test_beams_and_samples_read_their_prompt_once(cases: list[tuple[str, str, int, int]]) -> None:
     wanted = {
-        name: {operation: _said(make_model(name), operation).sequences for operation in OPERATIONS}
-        for name in names
+        (name, operation): _said(make_model(name), operation).sequences
+        for name, operation, *_ in cases
     }
-    run_ranks(_copies, world_size, wanted, timeout=200.0)
+    run_ranks(_copies, cases[0][-1], cases, wanted, timeout=200.0)
