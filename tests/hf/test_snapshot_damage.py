@@ -225,6 +225,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         ValueError,
         "holds 1 layers, and the model",
     ),
+    "tokens of another number": (
+        edit_index(tokens=[1, 2]),
+        ValueError,
+        "its tokens must be 77 ids, got [1, 2]",
+    ),
+    "tokens that are no ids": (
+        edit_index(tokens=[-1] * LENGTH),
+        ValueError,
+        "its tokens must be 77 ids, got [-1, -1,",
+    ),
     "states of another kind": (edit_index(states=1), ValueError, "states must be a list of dict,"),
     "states of other layers": (edit_index(states=[{}]), ValueError, "holds the states of 1 layers"),
     "a state of no kind": (

@@ -11,7 +11,8 @@ Importing this module registers the attention implementation `"tree_attention"`:
 
 `from_pretrained` loads a model of which every rank holds a part of the weights, and `parallelize`
 splits one that is in memory; `mesh` has the groups of such a model. `seed_ranks` makes ranks draw
-the same tokens, `disable` undoes `enable`, and a `TreeCache` is the cache that `generate` makes.
+the same tokens, `disable` undoes `enable`, and a `TreeCache` is the cache that `generate` makes;
+`find_prefix` finds the saved one that holds the most of a text.
 
 Works with transformers 5.5 and later; tested with 5.17, 5.23 and 5.24.
 """
@@ -23,6 +24,7 @@ if (reason := why_no_transformers()) is not None:
 
 from ..weights.split import mesh
 from .cache.growing import WrongAttentionError
+from .cache.snapshot.tokens import find_prefix
 from .cache.tree_cache import TreeCache
 from .enable import disable, enable
 from .release import CACHE_NAME
@@ -36,6 +38,7 @@ __all__ = [
     "WrongAttentionError",
     "disable",
     "enable",
+    "find_prefix",
     "from_pretrained",
     "mesh",
     "parallelize",

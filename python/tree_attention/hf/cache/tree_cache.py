@@ -2,7 +2,7 @@
 """A transformers cache that is spread over ranks: each keeps its share of the slots."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -297,7 +297,9 @@ class TreeCache(StateCache):
             layer.cut(kept)
         self._is_half_cut = False
 
-    def save(self, directory: str | PathLike[str]) -> None:
+    def save(
+        self, directory: str | PathLike[str], tokens: Tensor | Sequence[int] | None = None
+    ) -> None:
         """Writes the keys and values of all ranks to a directory, from which `load` reads them.
 
         Collective. Each rank writes one safetensors file, the first one the index. What was saved
@@ -307,14 +309,17 @@ class TreeCache(StateCache):
         Args:
             directory: a path at which all ranks of the group reach the same directory, and no
                 other group writes. It is made if need be.
+            tokens: the ids that the cache holds, of one sequence: a list or a tensor `[length]` or
+                `[1, length]`, the same on every rank. They are kept for `find_prefix`.
 
         Raises:
+            TypeError: `tokens` are no such ids.
             ValueError: the cache holds no tokens, is inside a forward pass, or has a layout that is
-                none of this package.
+                none of this package; or it holds another number of tokens, or several sequences.
             OSError: a file cannot be written, or the first rank does not find another rank's.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
-        snapshot.save(self, directory)
+        snapshot.save(self, directory, tokens)
 
     @classmethod
     @takes_cache_options

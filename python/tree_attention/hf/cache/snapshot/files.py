@@ -22,6 +22,7 @@ from ...._json import open_regular
 from ....exchange import Signature, on_every_rank, sentence
 from ....ops import append_kv
 from ....sharding import ShardLayout
+from ...fingerprint import describe
 from ..growing import TreeCacheLayer
 from .index import (
     INDEX,
@@ -39,6 +40,7 @@ from .index import (
     to_disk,
     write_index,
 )
+from .tokens import token_ids
 
 Cache = TypeVar("Cache", bound=Saved)
 
@@ -46,14 +48,20 @@ Cache = TypeVar("Cache", bound=Saved)
 _READINGS = 5
 
 
-def save(cache: Saved, directory: str | os.PathLike[str]) -> None:
-    """`TreeCache.save`."""
+def save(
+    cache: Saved,
+    directory: str | os.PathLike[str],
+    tokens: Any,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """`TreeCache.save`; the index has `facts` too, which are names and values of the caller."""
     shard, path = cache.shard, Path(directory)
     comm, rank, timeout = shard.comm, shard.rank, shard.timeout
     file: File | None = None
+    ids: list[int] | None = None
 
     def write() -> tuple[Signature, File]:
-        nonlocal file
+        nonlocal file, ids
         length = cache.common_length("save")
         kind = type(shard.layout).__name__
         if type(shard.layout) is not LAYOUTS.get(kind):
@@ -63,16 +71,21 @@ def save(cache: Saved, directory: str | os.PathLike[str]) -> None:
             )
         if length == 0 or not all(layer.is_initialized for layer in cache.kv_layers):
             raise ValueError("TreeCache.save: the cache holds no tokens yet; run the model first")
+        if tokens is not None:
+            ids = _ids_of_the_row(cache, length, tokens)
+        given = describe(None if ids is None else torch.tensor(ids))
         path.mkdir(parents=True, exist_ok=True)
         file = _write_tensors(cache, path)
-        return (*cache.signature("save"), ("layout", shard.layout)), file
+        signature = ("layout", shard.layout), ("tokens", given)
+        return (*cache.signature("save"), *signature), file
 
     try:
         _, notes = on_every_rank("TreeCache.save", comm, timeout, write, File.note)
 
         def name_files() -> tuple[Signature, None]:
             if rank == 0:
-                write_index(cache, path, [File(**note["file"]) for note in notes])
+                entries = {"tokens": ids, "facts": facts}
+                write_index(cache, path, [File(**note["file"]) for note in notes], entries)
             return (), None
 
         on_every_rank("TreeCache.save", comm, timeout, name_files)
@@ -108,6 +121,22 @@ def restore(empty: Cache, directory: str | os.PathLike[str]) -> Cache:
 
     cache, _ = on_every_rank("TreeCache.load", shard.comm, shard.timeout, read)
     return cache
+
+
+def _ids_of_the_row(cache: Saved, length: int, tokens: Any) -> list[int]:
+    """The ids of all tokens of a cache of one sequence, or an error."""
+    ids, num_rows = token_ids("TreeCache.save", tokens), len(cache.kv_layers[0].key_rows)
+    if num_rows != 1:
+        raise ValueError(
+            f"TreeCache.save: tokens are kept of a cache of one sequence, got {num_rows}; leave "
+            "them out, or take one with batch_select_indices, in a copy.deepcopy"
+        )
+    if len(ids) != length:
+        raise ValueError(
+            f"TreeCache.save: tokens must be the {length} that the cache holds, got {len(ids)}; of "
+            "what generate returned these are all but the last"
+        )
+    return ids
 
 
 def _write_tensors(cache: Saved, path: Path) -> File:

@@ -164,7 +164,7 @@ def put_state(layer: Any, name: str, state: Tensor) -> None:
         layer.has_previous_state[int(number)] = True
 
 
-def write_index(cache: Saved, path: Path, files: list[File]) -> None:
+def write_index(cache: Saved, path: Path, files: list[File], facts: Mapping[str, Any]) -> None:
     for rank, file in enumerate(files):
         place = path / file.name
         if not place.exists() or place.stat().st_size != file.size:
@@ -191,6 +191,8 @@ def write_index(cache: Saved, path: Path, files: list[File]) -> None:
         "first_slots": [layer.first for layer in cache.kv_layers],
         "states": kinds_of_states(cache),
         "files": [file._asdict() for file in files],
+        # Without these the index is one that releases before them wrote.
+        **{name: value for name, value in facts.items() if value is not None},
     }
     index["sha256"] = digest_of(index)
     unfinished = path / f"{PREFIX}index.{os.getpid()}.tmp"
@@ -231,11 +233,21 @@ def read_index(path: Path, cache: Saved) -> Index:
     """The index of a directory, if it is whole and of a cache such as this one."""
     file = path / INDEX
     try:
-        entries = read_json_object(file, "TreeCache.load:")
+        entries = read_entries(file)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"TreeCache.load: {path} has no {INDEX}: no cache was saved there, or it never ended"
         ) from None
+    try:
+        _check_model(entries, cache)
+        return _parsed(entries)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _unusable(file, error) from None
+
+
+def read_entries(file: Path) -> dict[str, Any]:
+    """The entries of an index that is whole and of a version that this release reads."""
+    entries = read_json_object(file, "TreeCache.load:")
     try:
         if entries.get("format") != _FORMAT:
             raise ValueError(f"its format is not {_FORMAT!r}")
@@ -244,10 +256,20 @@ def read_index(path: Path, cache: Saved) -> Index:
             raise ValueError(f"it is of version {version}, and this release reads {read}")
         if entries.get("sha256") != digest_of(entries):
             raise ValueError("it is damaged: its sha256 is not that of the rest")
-        _check_model(entries, cache)
-        return _parsed(entries)
+        length, tokens = entries.get("length"), entries.get("tokens")
+        if tokens is not None and not (
+            type(tokens) is list
+            and len(tokens) == length
+            and all(type(x) is int and 0 <= x < _BOUND for x in tokens)
+        ):
+            raise ValueError(f"its tokens must be {length} ids, got {reprlib.repr(tokens)}")
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"TreeCache.load: {file} cannot be used: {error}") from None
+        raise _unusable(file, error) from None
+    return entries
+
+
+def _unusable(file: Path, error: Exception) -> ValueError:
+    return ValueError(f"TreeCache.load: {file} cannot be used: {error}")
 
 
 def _parsed(entries: Mapping[str, Any]) -> Index:
