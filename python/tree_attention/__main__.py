@@ -22,6 +22,8 @@ COMMANDS = {
     "info": "print versions, backends and what is unavailable",
     "verify": "check the operators, the ranks and HuggingFace's tokens",
     "generate": "stream text from a model whose cache is split over ranks",
+    "prepare": "read a document with a model, for ask",
+    "ask": "answer questions about a document that prepare read",
     "run": "run a program on several ranks of this machine",
     "doctor": "check this host, and the way to another one, before a job on both",
     "calibrate": "time the exchanges between ranks, for strategy='auto'",

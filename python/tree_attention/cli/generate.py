@@ -13,6 +13,7 @@ import math
 import os
 import reprlib
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,8 +76,18 @@ _CHOICES = {
 def main(arguments: list[str]) -> int:
     parsed = parse(arguments)
     check(parsed)
+    return start(parsed, arguments, run)
+
+
+def start(
+    parsed: argparse.Namespace,
+    arguments: list[str],
+    work: Callable[[argparse.Namespace, Part, torch.device], int],
+) -> int:
+    """Runs `work` of a command that has a model, on all ranks; returns the exit status."""
+    command = parsed.command
     if parsed.ranks > 1 and not is_launched():
-        return launch("generate", parsed.ranks, ["-m", "tree_attention", "generate", *arguments])
+        return launch(command, parsed.ranks, ["-m", "tree_attention", command, *arguments])
     from .world import choose_device, joined_world
 
     keep_freed_memory()
@@ -85,7 +96,7 @@ def main(arguments: list[str]) -> int:
     with joined_world(backend, timeout=parsed.timeout) as world:
         check_world(parsed, world)
         with taking_part(parsed, world, device) as part:
-            return 0 if part is None else run(parsed, part, device)
+            return 0 if part is None else work(parsed, part, device)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -96,9 +107,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "if they are split.",
         'generate --model DIR --prompt "The sky is"',
         "generate --model DIR --prompt-file question.txt --chat --ranks 2 > answer.txt",
-    )
-    parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help=f"Model to run: a {A_CHECKPOINT}."
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="Text that the model goes on from.")
@@ -141,6 +149,44 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help="Seed of the samples; equal seeds give equal texts (default: a new one each time).",
     )
+    add_model_options(parser)
+    parser.add_argument(
+        "--attention",
+        choices=("tree_attention", "sdpa"),
+        default="tree_attention",
+        help="Attention of the model; sdpa is plain HuggingFace in one process, for comparison "
+        "(default: tree_attention).",
+    )
+    parser.add_argument(
+        "--shares",
+        default="even",
+        metavar="even|auto|A,B,...",
+        help="How much of the weights and of the cache each process gets: the same (even), an "
+        "integer for each process, such as 3,1, or by the speed of their hosts, which auto "
+        "measures; it leaves out processes without which a token takes less time (default: even).",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="File to write the tokens and the measurements to (default: none).",
+    )
+    parser.add_argument(
+        "--same-tokens-as",
+        type=Path,
+        metavar="FILE",
+        help="File that --json wrote in another run: exit with status 1 unless the new tokens are "
+        "equal to its tokens.",
+    )
+    parser.set_defaults(command="generate")
+    return parser.parse_args(arguments)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of every command that runs a model over ranks."""
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR", help=f"Model to run: a {A_CHECKPOINT}."
+    )
     parser.add_argument(
         "--ranks",
         type=int,
@@ -148,13 +194,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help="Number of processes to start on this machine (default: 1). To run on several "
         "machines, leave it out and start the command with torchrun.",
-    )
-    parser.add_argument(
-        "--attention",
-        choices=("tree_attention", "sdpa"),
-        default="tree_attention",
-        help="Attention of the model; sdpa is plain HuggingFace in one process, for comparison "
-        "(default: tree_attention).",
     )
     for name, (choices, text) in _CHOICES.items():
         named, text = ("auto", *choices), f"{text} (default: auto)."
@@ -175,41 +214,37 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "the rest; it must divide the number of processes (default: 1).",
     )
     parser.add_argument(
-        "--shares",
-        default="even",
-        metavar="even|auto|A,B,...",
-        help="How much of the weights and of the cache each process gets: the same (even), an "
-        "integer for each process, such as 3,1, or by the speed of their hosts, which auto "
-        "measures; it leaves out processes without which a token takes less time (default: even).",
-    )
-    parser.add_argument(
         "--timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
         help="Seconds to wait for another rank to start, to load or to answer (default: 30).",
     )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="File to write the tokens and the measurements to (default: none).",
-    )
-    parser.add_argument(
-        "--same-tokens-as",
-        type=Path,
-        metavar="FILE",
-        help="File that --json wrote in another run: exit with status 1 unless the new tokens are "
-        "equal to its tokens.",
-    )
-    return parser.parse_args(arguments)
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises UsageError for options that are wrong, or wrong together."""
-    size = arguments.tensor_parallel_size
+    check_new_tokens(arguments)
+    check_model_options(arguments)
+    check_sampling(arguments)
+    if arguments.attention == "sdpa" and arguments.ranks > 1:
+        raise UsageError("--attention sdpa runs in one process: leave --ranks out")
+    if arguments.json is not None:
+        check_can_be_written("--json", arguments.json)
+    check_checkpoint(arguments.model)
+    check_read_by_all("--prompt-file", arguments.prompt_file, arguments.ranks)
+    arguments.text = prompt_text(arguments)
+    arguments.expected = read_tokens(arguments.same_tokens_as)
+
+
+def check_new_tokens(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, got {arguments.max_new_tokens}")
+
+
+def check_model_options(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for options of `add_model_options` that are wrong, or wrong together."""
+    size = arguments.tensor_parallel_size
     if size < 1:
         raise UsageError(f"--tensor-parallel-size must be at least 1, got {size}")
     if size != 1 and (arguments.weights == "replicated" or arguments.prefill == "split"):
@@ -241,24 +276,19 @@ def check(arguments: argparse.Namespace) -> None:
         )
     if arguments.shares != "auto":
         given_shares(arguments.shares)
-    check_sampling(arguments)
     check_ranks("--ranks", arguments.ranks)
     if arguments.ranks > 1 and "RANK" in os.environ and not is_launched():
         raise UsageError(
             "--ranks starts the processes itself: leave it out under torchrun, or unset RANK"
         )
-    if arguments.attention == "sdpa" and arguments.ranks > 1:
-        raise UsageError("--attention sdpa runs in one process: leave --ranks out")
-    if arguments.json is not None:
-        check_can_be_written("--json", arguments.json)
-    check_checkpoint(arguments.model)
-    file = arguments.prompt_file
-    if arguments.ranks > 1 and file is not None and not may_be_read_twice(file):
+
+
+def check_read_by_all(option: str, file: Path | None, ranks: int) -> None:
+    """Raises UsageError for a file that only one of several processes could read."""
+    if ranks > 1 and file is not None and not may_be_read_twice(file):
         raise UsageError(
-            f"--prompt-file {file}: every rank reads it, so with --ranks it must be a regular file"
+            f"{option} {file}: every rank reads it, so with --ranks it must be a regular file"
         )
-    arguments.text = prompt_text(arguments)
-    arguments.expected = read_tokens(arguments.same_tokens_as)
 
 
 def may_be_read_twice(path: Path) -> bool:
@@ -324,9 +354,6 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from transformers import DynamicCache
 
     from .. import hf
-    from ..sharding import BlockCyclic
-    from ..shares import ModelShares
-    from ..weights.split import mesh_of
     from . import generation
 
     # Not verbose: of a prompt that is too long it would foretell errors of indices.
@@ -346,19 +373,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     if arguments.attention == "sdpa":
         cache: Any = DynamicCache(config=model.config)
     else:
-        mesh = mesh_of(model)
-        found = ModelShares.of("--shares", part.shares, world.size) if mesh is None else mesh.shares
-        layout = None
-        if found.cache is not None:
-            layout = BlockCyclic(len(found.cache), shares=found.cache)
-        cache = hf.TreeCache(
-            model.config,
-            part.group if mesh is None else mesh.context_group,
-            layout,
-            kv_dtype=None if arguments.kv_dtype == "auto" else arguments.kv_dtype,
-            strategy=arguments.strategy,
-            timeout=arguments.timeout,
-        )
+        cache = hf.TreeCache(model.config, **cache_options(arguments, part, model))
     options = {"max_new_tokens": arguments.max_new_tokens, "pad_token_id": pad}
     seed = None
     if samples(arguments):
@@ -392,6 +407,28 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     different = f"Other tokens than in {printable(path)}: {result.tokens}, there {expected}"
     screen.remarks.print(different, style="red")
     return 1
+
+
+def cache_options(arguments: argparse.Namespace, part: Part, model: Any) -> dict[str, Any]:
+    """The arguments of a `TreeCache` of the model, or of the load of one, but its configuration."""
+    from ..sharding import BlockCyclic
+    from ..shares import ModelShares
+    from ..weights.split import mesh_of
+
+    mesh = mesh_of(model)
+    found = (
+        ModelShares.of("--shares", part.shares, part.world.size) if mesh is None else mesh.shares
+    )
+    layout = None
+    if found.cache is not None:
+        layout = BlockCyclic(len(found.cache), shares=found.cache)
+    return {
+        "group": part.group if mesh is None else mesh.context_group,
+        "layout": layout,
+        "kv_dtype": None if arguments.kv_dtype == "auto" else arguments.kv_dtype,
+        "strategy": arguments.strategy,
+        "timeout": arguments.timeout,
+    }
 
 
 def in_template(tokenizer: Any, arguments: argparse.Namespace) -> str:
@@ -454,7 +491,7 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
             if scheme is not None:
                 raise UsageError(f"--weight-dtype {scheme}: {error}") from error
             if world.root:
-                report("generate", f"every process has all weights: {error}")
+                report(arguments.command, f"every process has all weights: {error}")
     model = load(path, attn_implementation=arguments.attention, dtype=dtype or "auto").to(device)
     if arguments.attention == "tree_attention":
         try:
@@ -482,21 +519,32 @@ def advice(model: Any, cache: Any) -> str:
 def prompt_text(arguments: argparse.Namespace) -> str:
     """The text of the prompt, or UsageError where there is none."""
     file = arguments.prompt_file
-    try:
-        if file is None:
-            # Bytes of the command line that are no UTF-8 come as surrogates.
-            text = arguments.prompt.encode("utf-8", "surrogateescape").decode()
-        else:
-            text = file.read_text(encoding="utf-8-sig")
-    except UnicodeError as error:
-        named = "--prompt" if file is None else f"--prompt-file {file}"
-        raise UsageError(f"{named} must be UTF-8: {error}") from error
-    except OSError as error:
-        raise UsageError(f"--prompt-file {file}: {error.strerror or error}") from error
+    if file is None:
+        text, named = text_of("--prompt", arguments.prompt), "--prompt"
+    else:
+        text, named = text_in("--prompt-file", file), f"--prompt-file {file}"
     if not text.strip():
-        named = "--prompt" if file is None else f"--prompt-file {file}"
         raise UsageError(f"{named}: the prompt is empty: the model needs a text to begin with")
     return text
+
+
+def text_of(option: str, argument: str) -> str:
+    """A text of the command line."""
+    try:
+        # Bytes of the command line that are no UTF-8 come as surrogates.
+        return argument.encode("utf-8", "surrogateescape").decode()
+    except UnicodeError as error:
+        raise UsageError(f"{option} must be UTF-8: {error}") from error
+
+
+def text_in(option: str, file: Path) -> str:
+    """The text of the file that an option names."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeError as error:
+        raise UsageError(f"{option} {file} must be UTF-8: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{option} {file}: {error.strerror or error}") from error
 
 
 def read_tokens(path: Path | None) -> list[int]:
