@@ -112,6 +112,7 @@ def _small_checkpoint(name: str, tokens: Path, directory: Path) -> Path:
             ("gpt_oss", (), 2, 3),
             ("deepseek", ("--kv-dtype", "int8"), 3, 1),
             ("Qwen3-Next", (), 2, 3),
+            ("Jamba", (), 2, 1),
             ("DeepSeek-V3.2", (), 2, 1),
         ],
     ),

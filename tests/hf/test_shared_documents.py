@@ -44,7 +44,7 @@ from tree_attention.hf.cache import window
 from tree_attention.hf.prompts import copies
 from window_caches import crop, crop_to
 
-HYBRIDS = ("Qwen3-Next", "LFM2")
+HYBRIDS = ("Qwen3-Next", "LFM2", "Jamba")
 QUICK = ("llama", "gemma2", "BLOOM", "Qwen3-Next")
 JAMBA = hf_families.HYBRIDS["Jamba"]
 Kind = tuple[str, str | None]  # with the dtype of the keys
@@ -269,19 +269,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not JAMBA.exists, reason="this release of transformers has no Jamba")
-def test_states_that_several_tokens_do_not_go_on_from_are_not_shared() -> None:
-    """A question would be answered as if nothing were before it; beams have a prompt each."""
+def test_states_that_a_pass_of_several_tokens_forgets_are_shared() -> None:
+    """Rows' questions are read token by token; beams share their prompt, which is read whole."""
     model = hf_families.make_model(JAMBA)
+    texts = _texts("Jamba")[0]
+    answers = answers_alone(model, texts)
     wanted = _said(model, "beams").sequences
     hf.enable(model)
-    cache = _read(model, questions_behind((26,), (11,)), None, None)
-    with pytest.raises(
-        ValueError, match=r"TreeCache\.share: layers of 'jamba' keep a state, and are not known to"
-    ):
-        cache.share(2)
+    cache = _read(model, texts, None, None)
+    check_answers(ask(model, texts, **{CACHE_NAME: cache.share(3)}), answers)
     with mock.patch.object(copies, "LEAST_SHARED", 8):
         output = _said(model, "beams")
-    assert torch.equal(output.sequences, wanted)
+    assert torch.equal(output.sequences, wanted) and output[CACHE_NAME].is_shared
 
 
 OPERATIONS: dict[str, dict[str, Any]] = {
@@ -360,7 +359,7 @@ def _in_ways(names: Sequence[str], worlds: Sequence[int]) -> list[tuple[str, str
 
 @pytest.mark.parametrize(
     "cases",
-    by_tier(_in_ways(("llama", "Qwen3-Next"), [2]), _in_ways((*KINDS, *HYBRIDS), [1, 3])),
+    by_tier(_in_ways(("llama", "Qwen3-Next"), [2]), _in_ways((*KINDS, *HYBRIDS[:2]), [1, 3])),
 )
 def test_beams_and_samples_read_their_prompt_once(cases: list[tuple[str, str, int, int]]) -> None:
     wanted = {

@@ -23,6 +23,7 @@ from transformers.generation import GenerationMode
 
 from ..exchange import Communicator, ExchangeError, Signature, sentence
 from ..shares import Shares
+from .cache.build import goes_on_from_states
 from .cache.shard import Shard
 from .cache.tree_cache import TreeCache
 from .cache.window import WindowLayer
@@ -353,6 +354,9 @@ def _set_chunk_size(
         generation_config.prefill_chunk_size = None
         return
     size = setup.prefill_chunk_size if may_be_chunked(model.config) else None
+    if num_cached > 0 and not goes_on_from_states(model.config):
+        # A pass of several tokens would forget the states of those before.
+        size, generation_config.prefill_chunk_size = 1, None
     if generation_config.output_hidden_states:
         size = None  # transformers returns the hidden states of the last chunk alone
     if size is not None and splits_prompts(model, model_kwargs):

@@ -8,6 +8,8 @@ every rank: a state is small and needs all tokens in order.
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -30,11 +32,12 @@ _CLASSES: dict[str, type[Any]] = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPIN
 _NAMES = {kind: kind for kind in _STATES} | dict.fromkeys(("moe", "mlp"), "dummy")
 # The class of transformers for each kind of layer without keys that this release has.
 _STATE_LAYERS = {kind: _CLASSES[name] for kind, name in _NAMES.items() if name in _CLASSES}
-# Models whose layers go on from a state with several tokens, so that prompts may be read in chunks.
-# The layers of other models, as Bamba and Jamba, forget the state with every chunk in transformers
-# 5.23.
-GO_ON_FROM_A_STATE = {
+# Models whose layers go on from a state with several tokens. Those of Jamba begin with an empty one
+# at each pass of several (read in transformers 5.17 to 5.24), and those of most models did in 5.5.
+_GO_ON_FROM_A_STATE = {
+    "bamba",
     "granitemoehybrid",
+    "kimi_linear",
     "lfm2",
     "lfm2_moe",
     "lfm3",
@@ -44,6 +47,7 @@ GO_ON_FROM_A_STATE = {
     "qwen3_5_text",
     "qwen3_next",
 }
+_DO_GO_ON = Version(transformers.__version__) >= Version("5.17")
 # Models whose layers work with transformers' cache for that model alone.
 _OF_THEIR_OWN = {"minimax"}
 # Models with an index that chooses among keys of another form than the layer's own.
@@ -216,6 +220,12 @@ def _has_own_index(config: Any, number: int) -> bool:
 def state_kinds(config: PreTrainedConfig) -> list[str]:
     """The kinds of layers that keep a state of all tokens before, in a model."""
     return sorted({*(_kinds_that_run(config) or ())} & {*_STATES})
+
+
+def goes_on_from_states(config: PreTrainedConfig) -> bool:
+    """True where a pass of several tokens goes on from the states of the tokens before it, or no
+    layer keeps one."""
+    return not state_kinds(config) or (_DO_GO_ON and config.model_type in _GO_ON_FROM_A_STATE)
 
 
 def _kinds_that_run(config: PreTrainedConfig) -> list[str] | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from .build import keeps_state
+from .build import goes_on_from_states, keeps_state
 from .growing import TreeCacheLayer
 
 # A layer with a state asks for it by `get_conv_state` since transformers 5.21. Before that it asks
@@ -33,6 +33,7 @@ class StateCache(Cache):
         kept = [i for i, layer in enumerate(layers) if isinstance(layer, TreeCacheLayer)] + states
         self._first, self._last = min(kept), max(kept)
         self._has_states = len(states) > 0
+        self._goes_on, self._name = goes_on_from_states(config), config.model_type
         # Other layers with a state keep no recurrent one.
         self._ends_with_recurrent_state = (
             self._last in states and config.layer_types[self._last] == "linear_attention"
@@ -51,6 +52,20 @@ class StateCache(Cache):
             self._num_tokens = key_states.shape[2]
         self._note(layer_idx)
         return handles
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Called by every forward pass before its first layer."""
+        is_checked = not (self._goes_on or self._is_in_pass or torch.compiler.is_compiling())
+        if is_checked and query_length > 1:
+            length = int(self.get_seq_length())
+            if length > 0:
+                raise NotImplementedError(
+                    f"TreeCache: layers of {self._name!r} keep a state, which a forward pass of "
+                    f"several tokens forgets in transformers {transformers.__version__}; this one "
+                    f"has {query_length} tokens and the cache {length}: give them one by one, or "
+                    "the whole text to an empty cache, without prefill_chunk_size"
+                )
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self._begin_state(layer_idx)

@@ -17,7 +17,7 @@ from ...exchange import Communicator, Signature, on_every_rank
 from ...options import split_options
 from ...sharding import ShardLayout
 from ..options import KV_DTYPES, CacheOptions, takes_cache_options, with_defaults
-from .build import GO_ON_FROM_A_STATE, keeps_state, new_layers
+from .build import keeps_state, new_layers
 from .growing import TreeCacheLayer, cropped_length, interrupted
 from .memory import in_words
 from .shard import Moves, Shard
@@ -193,8 +193,7 @@ class TreeCache(StateCache):
         Raises:
             TypeError, ValueError: `batch` is no such integer; this cache holds no tokens, several
                 sequences, or a part of a forward pass, was made by `share`, or has a max_length or
-                blocks of `deterministic`; the model's layers keep a state from which they are not
-                known to go on with several tokens, as those of Jamba.
+                blocks of `deterministic`.
 
         For example::
 
@@ -227,12 +226,6 @@ class TreeCache(StateCache):
             raise ValueError(
                 f"TreeCache.share: the cache has max_length {self.max_length}, and what is shared "
                 "cannot be of fixed size; make the cache without"
-            )
-        name = self.model["model_type"]
-        if self.state_layers and name not in GO_ON_FROM_A_STATE:
-            raise ValueError(
-                f"TreeCache.share: layers of {name!r} keep a state, and are not known to go on "
-                "from it with several tokens; give the whole text of each row to a cache of its own"
             )
         if self.shard.blocks.size:
             words = "is not supported, as rows attend to what they share in another call"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One prompt for several beams or samples: read once, and shared by their rows."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..cache.tree_cache import TreeCache
 from ..release import CACHE_NAME
-from .forward import may_be_chunked
+from .forward import rope_of_all_positions
 
 # Below so many tokens a call for them and one for the rows' own cost more than reading copies.
 LEAST_SHARED = 512
@@ -39,7 +40,7 @@ def num_copies(
         or (mask is not None and not (mask.dim() == 2 and bool(mask.all())))
         or config.output_hidden_states
         # The last token is a pass of its own, behind all others.
-        or not may_be_chunked(model.config)
+        or rope_of_all_positions(model.config) is not None
     ):
         return 1
     return copies
@@ -55,8 +56,13 @@ def read_once(
     if keeps_the_last():
         options["logits_to_keep"] = 1
     ids = ids[:, :-1]
-    ones, end = torch.ones_like(ids), 0
-    for chunk in ids.split(chunk_size or ids.shape[1], dim=1):
-        end += chunk.shape[1]
+    # Without positions Bamba counts those of every chunk from 0 (transformers 5.24).
+    takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    ones, size = torch.ones_like(ids), chunk_size or ids.shape[1]
+    for begin in range(0, ids.shape[1], size):
+        chunk = ids[:, begin : begin + size]
+        end = begin + chunk.shape[1]
+        if takes_positions:
+            options["position_ids"] = torch.arange(begin, end, device=ids.device)[None]
         model(input_ids=chunk, attention_mask=ones[:, :end], **{CACHE_NAME: cache}, **options)
     return cache.share(copies)

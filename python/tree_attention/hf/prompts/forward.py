@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...shares import Shares
-from ..cache.build import GO_ON_FROM_A_STATE, state_kinds
+from ..cache.build import goes_on_from_states
 from ..cache.token_split import TokenSplit, using_token_split
 from ..cache.tree_cache import TreeCache
 from ..fingerprint import describe
@@ -40,7 +40,7 @@ def may_be_chunked(config: PreTrainedConfig) -> bool:
     """True where a prompt in chunks is known to give the same as the whole prompt."""
     if rope_of_all_positions(config) is not None:
         return False
-    return not state_kinds(config) or config.model_type in GO_ON_FROM_A_STATE
+    return goes_on_from_states(config)
 
 
 def arguments_by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
