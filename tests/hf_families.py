@@ -288,7 +288,7 @@ OWN_ATTENTION: dict[str, Family] = {
 _KINDS_OF_LAYERS = "layers must be of the types"
 _ATTENTION_HIDDEN = "does not let its attention be chosen"
 _CACHED_KEYS = "work on cached keys themselves"
-_TEXT_ALONE = "must be a decoder of text alone"
+_TEXT_ALONE = "must be a decoder, got"
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal(
@@ -358,16 +358,11 @@ REFUSED: tuple[Refusal, ...] = (
         },
     ),
     Refusal(
-        "there is an encoder for text, images or sound in addition to the decoder",
+        "there is an encoder for text in addition to the decoder",
         _TEXT_ALONE,
         {
             "BART": _eager("BartConfig", auto="AutoModelForSeq2SeqLM"),
             "T5": _eager("T5Config", auto="AutoModelForSeq2SeqLM"),
-            "Gemma 3 with images": _eager(
-                "Gemma3Config",
-                {"text_config": _TINY | _HEADS_OF_16, "vision_config": _TINY},
-                auto="AutoModelForImageTextToText",
-            ),
         },
     ),
 )

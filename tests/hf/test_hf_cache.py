@@ -244,7 +244,7 @@ def test_arguments_out_of_range_are_refused() -> None:
 
 
 def test_models_that_cache_something_else_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be a decoder of text alone, got 't5'"):
+    with pytest.raises(ValueError, match="must be a decoder, got 't5'"):
         hf.TreeCache(T5Config())
     with pytest.raises(ValueError, match="'falcon_h1' has hybrid"):
         hf.TreeCache(FalconH1Config())

@@ -9,6 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from ..weights.split import mesh_of
+from ..weights.text import takes_more_than_text, text_config, text_of
 from .cache.build import has_index, has_indexes, state_kinds
 from .cache.latent import EXPAND, LatentLayer, weight_of
 from .cache.operands import check_taken, no_rows
@@ -30,7 +31,7 @@ def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> b
     _check_latents(model, cache)
     _check_indexers(model, cache)
     _check_keys(model, cache.kv_dtype)
-    for module in model.modules():
+    for module in text_of(model).modules():
         is_replaced = "forward" in vars(module) and not is_overridden(module, "forward")
         if type(module).__name__ in FORWARDS and is_replaced:
             raise ValueError(
@@ -42,7 +43,7 @@ def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> b
 
 def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
     """Raises ValueError unless each layer of `cache` belongs to one of the layers that run."""
-    found = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
+    found = {getattr(module, "layer_idx", None) for module in text_of(model).modules()} - {None}
     missing = [str(i) for i in range(len(cache.layers)) if i not in found]
     if found and missing:
         raise ValueError(
@@ -57,7 +58,7 @@ def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
 def _check_order(op: str, model: PreTrainedModel, num_layers: int) -> None:
     """Raises ValueError if layers run in another order than they have in the cache, whose last
     layer ends a forward pass."""
-    for layers in model.modules():
+    for layers in text_of(model).modules():
         if isinstance(layers, torch.nn.ModuleList):
             numbers = [_layer_idx(layer) for layer in layers[:num_layers]]
             known = [number for number in numbers if number is not None]
@@ -79,7 +80,7 @@ def _layer_idx(layer: torch.nn.Module) -> int | None:
 
 def _check_causal(model: PreTrainedModel) -> None:
     """Refuses an encoder, whose queries see the tokens after them as well."""
-    for module in model.modules():
+    for module in text_of(model).modules():
         if getattr(module, "is_causal", None) is False:
             raise ValueError(
                 f"enable: {type(model).__name__} is an encoder: in its {type(module).__name__} a "
@@ -90,7 +91,8 @@ def _check_causal(model: PreTrainedModel) -> None:
 
 def _check_indexers(model: PreTrainedModel, cache: TreeCache) -> None:
     """Raises ValueError unless each layer that chooses keys has the index that does."""
-    found = {x.layer_idx for x in model.modules() if getattr(x, "indexer", None) is not None}
+    modules = text_of(model).modules()
+    found = {x.layer_idx for x in modules if getattr(x, "indexer", None) is not None}
     missing = [i for i, x in enumerate(cache.layers) if has_index(x) and i not in found]
     if missing:
         raise ValueError(
@@ -107,7 +109,7 @@ def _check_latents(model: PreTrainedModel, cache: TreeCache) -> None:
     if not layers:
         return
     name, kv_dtype = type(model).__name__, cache.kv_dtype
-    modules: list[Any] = [x for x in model.modules() if hasattr(type(x), EXPAND)]
+    modules: list[Any] = [x for x in text_of(model).modules() if hasattr(type(x), EXPAND)]
     if not modules:
         raise ValueError(
             f"enable: {name} has multi-head latent attention (kv_lora_rank "
@@ -137,7 +139,7 @@ def _check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
     that are kept as `kv_dtype`, or as they are."""
     modules: list[Any] = [
         module
-        for module in model.modules()
+        for module in text_of(model).modules()
         if type(module).__name__ in FORWARDS
         or (hasattr(module, "is_causal") and isinstance(getattr(module, "head_dim", None), int))
     ]
@@ -164,15 +166,18 @@ def _split_obstacle(model: PreTrainedModel) -> str | None:
         return "its weights are split, so that ranks need each other's tokens in every layer"
     if "forward" in vars(model) and not is_overridden(model, "forward"):
         return "its forward was replaced, by torch.compile or by hooks"
-    if state_kinds(model.config):
-        return f"its layers of {' and '.join(state_kinds(model.config))} need every token in order"
+    config = text_config(model.config)
+    if state_kinds(config):
+        return f"its layers of {' and '.join(state_kinds(config))} need every token in order"
     parameters = inspect.signature(type(model).forward).parameters
     for name in ("position_ids", "logits_to_keep"):
         if name not in parameters:
             return f"its forward takes no {name}"
-    if has_indexes(model.config):
+    if has_indexes(config):
         return "an index chooses the keys of each token"
-    kind = rope_of_all_positions(model.config)
+    if takes_more_than_text(model):
+        return "it takes images or sound as well as text"
+    kind = rope_of_all_positions(config)
     if kind is not None:
         return f"its rotary embedding, {kind!r}, depends on all positions of a chunk"
     return None

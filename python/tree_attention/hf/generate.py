@@ -42,6 +42,7 @@ from .refusals import (
 )
 from .release import CACHE_NAME, generate_without_enable
 from .sampling import SynchronizeLogits
+from .text import check_text_alone, others_of
 
 # Arguments of a forward pass whose last axis runs over the tokens of the text.
 _OF_TOKENS = {"position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
@@ -91,6 +92,7 @@ def generate(
 ) -> Any:
     """The output of `generate`, if it raised on no rank and all ranks have the same tokens."""
     arguments = _by_name(original, model, args, kwargs)
+    others = others_of(model)
     for comm in (setup.comm, setup.shard.comm):
         comm.check_group("enable")
     is_inside, outer = _is_inside.get(), setup.calls.current
@@ -108,6 +110,7 @@ def generate(
                 # `check_settings` comes too late: for a paged cache, transformers leaves
                 # `generate` before it asks for a cache.
                 raise unsupported_cache("paged")
+            check_text_alone("generate", others, arguments)
             output = original(*args, **kwargs)
         except ExchangeError:  # which the others have, too
             raise

@@ -8,11 +8,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..weights.text import takes_more_than_text, text_of
 from .cache.latent import EXPAND, expand_unless_sharded
 from .generate import REPLACEMENTS, Setup
 from .overrides import override, restore
 from .own_attention import FORWARDS, INDEXERS, choose_blocks, own_forward
 from .prompts.forward import split_forward
+from .text import text_alone
 
 # An attribute of an enabled model.
 _PREVIOUS = "_attention_before_enable"
@@ -27,15 +29,16 @@ def patch(model: PreTrainedModel, setup: Setup, splits_prompts: bool) -> None:
     """Makes a model that was checked attend and generate over ranks."""
     if is_enabled(model):  # until now, so that wrong options leave it as it was
         unpatch(model)
-    previous = model.config._attn_implementation
-    _choose_attention(model, "tree_attention")
-    if model.config._attn_implementation != "tree_attention":
+    text = text_of(model)
+    previous = text.config._attn_implementation
+    _choose_attention(text, "tree_attention")
+    if text.config._attn_implementation != "tree_attention":
         raise ValueError(
             f"enable: {type(model).__name__} does not let its attention be chosen "
             "(see AttentionInterface in the documentation of transformers)"
         )
     vars(model)[_PREVIOUS] = previous
-    for module, name, replacement in _of_attention(model):
+    for module, name, replacement in _of_attention(text):
         override(module, name, replacement)
     for name, replacement in REPLACEMENTS.items():
         override(model, name, functools.partial(replacement, setup))
@@ -43,12 +46,15 @@ def patch(model: PreTrainedModel, setup: Setup, splits_prompts: bool) -> None:
         kind, config = type(model), model.config
         split = split_forward(kind, config, setup.prefill, setup.prompt_shares)
         override(model, "forward", split)
+    if takes_more_than_text(model):
+        override(model, "forward", text_alone(model))
 
 
 def unpatch(model: PreTrainedModel) -> None:
     """Undoes `patch`."""
-    _choose_attention(model, vars(model).pop(_PREVIOUS))
-    for module, name, _ in _of_attention(model):
+    text = text_of(model)
+    _choose_attention(text, vars(model).pop(_PREVIOUS))
+    for module, name, _ in _of_attention(text):
         restore(module, name)
     for name in (*REPLACEMENTS, "forward"):
         restore(model, name)

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from ..planning.models import BF16, Attention, Index, Model, Weights
 from ..weights.checkpoint.formats import check_format
 from ..weights.mesh import OneRank
 from ..weights.plan import plan, whole_parts
+from ..weights.text import model_of_text, text_config
 from .cache.build import BLOCKS, INDEXED, config_of_layer
 from .cache.growing import TreeCacheLayer
 from .cache.latent import LatentLayer
@@ -39,11 +40,12 @@ def shape_of(
     Raises:
         ValueError: the model cannot be built or cached, or `check` raised.
     """
+    whole, config = config, text_config(config)
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError("'chunked_attention' ends texts at a chunk")
     try:
         layers = TreeCache(config).layers  # refuses what it cannot cache, and
-        built, filled = _build(config, check)  # `check` what else cannot work
+        built, filled = _build(whole, check)  # `check` what else cannot work
         weights, sums, not_split, not_cut = _weights(config, built, stored)
     except Exception as error:  # of torch and transformers, of many kinds
         raise ValueError(one_line(error)) from error
@@ -80,7 +82,7 @@ def _build(config: Any, check: Callable[[Any], object]) -> tuple[Any, list[Any]]
     """Return the model without memory, and transformers' cache after a token of one sequence."""
     options = {"dtype": torch.bfloat16, "trust_remote_code": False}
     with torch.device("meta"), torch.no_grad():
-        model = AutoModelForCausalLM.from_config(config, **options).eval()
+        model = model_of_text(config, **options).eval()
         check(model)
         model.set_experts_implementation("batched_mm")  # which needs no numbers to choose experts
         cache = DynamicCache(config=model.config)

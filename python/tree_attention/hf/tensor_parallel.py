@@ -24,6 +24,7 @@ from ..weights.load import DIGEST, check_weights, device_of, dtype_of, load, rea
 from ..weights.mesh import Mesh
 from ..weights.plan import WeightPlan, plan
 from ..weights.split import attach, split
+from ..weights.text import text_of
 from ..weights.whole import check_model
 from .auto_shares import choose, measured_group, shape_in
 from .enable import check_enable, disable, enable, refuse_both
@@ -58,7 +59,7 @@ def from_pretrained(
 
     Collective. Each rank reads its parts alone: it needs memory for these and one more tensor.
     Weights that are published in blocks of FP8 or in MXFP4 become numbers of `dtype`. Of a
-    checkpoint of text and images the text is taken, where transformers has a model of it alone.
+    checkpoint of text and images the text is read alone.
 
     Args:
         path: a directory with config.json and safetensors files, or a name on the Hugging Face Hub.
@@ -210,7 +211,7 @@ def parallelize(
     (made, digest), _ = on_every_rank("parallelize", mesh.calls, mesh.timeout, examine)
     if is_enabled(model):
         disable(model)
-    model.set_attn_implementation("tree_attention")
+    text_of(model).set_attn_implementation("tree_attention")
     if made is not None:
         split(model, mesh, made)
     choose_experts(model)

@@ -24,6 +24,8 @@ _SHARED_NORMS = ("q_a_layernorm", "kv_a_layernorm", "k_rope_only_layernorm")
 _INDEXER = "indexer"
 # Queries of each head next to a gate of its output (A.X K2).
 _QUERIES_AND_GATES = "q_gate_proj"
+# A module with scales of the queries of each head (Mistral Large 4).
+_SCALES = "softmax_scaling"
 # A parameter with one score for each query head (GPT-OSS).
 _SINKS = "sinks"
 # Attributes by which modules cut their activations into heads.
@@ -181,7 +183,10 @@ class HeadPlanner:
         own = first + begin, first + end
         axis = axes_of(getattr(module, self._output))[1]
         self._cuts[f"{self._output}.weight"] = Cut(axis, (_times(head_dim, own),))
-        known = {*self._blocks, self._output, _INDEXER}
+        known = {*self._blocks, self._output, _INDEXER, _SCALES}
+        if (scales := _child(module, _SCALES)) is not None:
+            names = [name for name, _ in scales.named_parameters()]
+            self._cuts |= {f"{_SCALES}.{name}": Cut(0, (self._q,)) for name in names}
         if self._is_latent:
             known |= {*_SHARED, *_SHARED_NORMS}
         others = {name: x for name, x in module.named_children() if name not in known}

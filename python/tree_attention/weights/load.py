@@ -4,6 +4,7 @@
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 import transformers
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,6 +31,7 @@ from .parts import Lazy, part_of
 from .plan import WeightPlan, plan
 from .quantised import SCHEMES, Matrix, quantise_linear
 from .split import attach, set_tensor, split
+from .text import dropped_modules, has_whole_class, model_of_text, text_config
 from .whole import check_model
 
 # The field by which ranks compare the weights that they have.
@@ -89,13 +90,14 @@ def load(
     `check` is called with the whole model on the meta device, before weights are read."""
     config, checkpoint = read_config(source)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model: Any = model_of_text(
             config,
             dtype=dtype or config.dtype or checkpoint.dtype,
             attn_implementation="tree_attention",
             trust_remote_code=False,
         )
     check_model("from_pretrained", model)
+    checkpoint.leave_out(dropped_modules(model))
     check(model)
     # As transformers does: some models keep norms in float32 when the others are float16.
     for pattern, kept in model._get_dtype_plan(model.dtype).items():
@@ -128,7 +130,8 @@ def load(
 
 
 def read_config(source: Source) -> tuple[PreTrainedConfig, Checkpoint]:
-    """The configuration of the model of text in a checkpoint, and the checkpoint's files."""
+    """The configuration of the model of text in a checkpoint, or of the whole where there is no
+    class for the text alone, and the checkpoint's files."""
     file = find_file(source, "config.json", required=True)
     if file is None:
         raise OSError(f"from_pretrained: {source} has no config.json{others(source)}")
@@ -147,10 +150,10 @@ def _check_text(source: Source, config: PreTrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise ValueError(
             f"from_pretrained: {source} has the model_type {config.model_type!r}, an encoder with "
-            "a decoder; only decoders of text alone are supported"
+            "a decoder; only decoders are supported"
         )
-    text = config.get_text_config(decoder=True)
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    text = text_config(config)
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_whole_class(config):
         raise ValueError(
             f"from_pretrained: {source} has the model_type {text.model_type!r}, for which "
             f"transformers {transformers.__version__} has no model of text with a language head "
@@ -160,7 +163,10 @@ def _check_text(source: Source, config: PreTrainedConfig) -> None:
 
 def _text_config(config: PreTrainedConfig, checkpoint: Checkpoint) -> PreTrainedConfig:
     """The configuration of the model of text in a checkpoint, whose other weights are left out."""
-    text = config.get_text_config(decoder=True)
+    text = text_config(config)
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        config.dtype = config.dtype or text.dtype
+        return config
     if text is config:
         return config
     text.dtype = text.dtype or config.dtype

@@ -27,6 +27,7 @@ from .heads import (
 )
 from .mesh import Mesh
 from .parts import Cut, Range
+from .text import text_of
 
 # The linear layers of an MLP: the ones whose outputs are its inner features (one layer may give
 # several such outputs, joined), and the one whose inputs they are.
@@ -93,9 +94,12 @@ class _Planner:
     def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
         self._model, self._mesh, self._made = model, mesh, WeightPlan()
         self._modules: dict[str, Any] = dict(model.named_modules())
+        self._of_text = {*text_of(model).modules()}  # the others stay whole
 
     def plan(self) -> WeightPlan:
         for name, module in self._modules.items():
+            if module not in self._of_text:
+                continue
             if is_attention(module):
                 self._cut_attention(name, module)
             elif (found := _mlp_of(module)) is not None:

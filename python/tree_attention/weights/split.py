@@ -15,6 +15,7 @@ from .heads import eps_of
 from .mesh import Mesh
 from .parts import part_of
 from .plan import WeightPlan, whole_parts
+from .text import text_config
 
 # Attributes of a split model; its attention modules have the first.
 _MESH, _PLAN, _DIGEST = "_tree_attention_mesh", "_tree_attention_plan", "_tree_attention_digest"
@@ -241,7 +242,7 @@ def _refuse_quantised(name: str, model: nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _check_attention(model: PreTrainedModel, args: Any) -> None:
-    implementation = model.config._attn_implementation
+    implementation = text_config(model.config)._attn_implementation
     if implementation != "tree_attention":
         raise ValueError(
             f"attention {implementation!r} does not merge the ranks' results, which this "

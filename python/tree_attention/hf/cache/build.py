@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, cache_utils
+from transformers import cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...deterministic import Blocks
@@ -146,20 +146,13 @@ def _note_first_allocations(layers: list[Any]) -> None:
 def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     """The kind of each layer of a model that can have a `TreeCache`, or ValueError."""
     name, kinds = config.model_type, _kinds_that_run(config)
-    text_name = config.get_text_config(decoder=True).model_type
-    if text_name in _OTHER_INDEXES:
+    if name in _OTHER_INDEXES:
         raise ValueError(
-            f"TreeCache: {name!r} {_OTHER_INDEXES[text_name]}, which is not spread over ranks yet"
+            f"TreeCache: {name!r} {_OTHER_INDEXES[name]}, which is not spread over ranks yet"
         )
-    # Configurations of several models need not have a number of layers.
-    if config.is_encoder_decoder or config.get_text_config(decoder=True) is not config:
-        text = type(config.get_text_config(decoder=True))
-        way_on = ""
-        if text in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder:
-            kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[text]
-            way_on = f"; its text is a {kind.__name__}, which hf.from_pretrained(path) reads alone"
+    if config.is_encoder_decoder:
         raise ValueError(
-            f"TreeCache: the model must be a decoder of text alone, got {name!r}{way_on}"
+            f"TreeCache: the model must be a decoder, got {name!r}, an encoder with a decoder"
         )
     if kinds is None:  # then all layers are of one kind, where a window is for all
         kinds = ["sliding_attention"] * config.num_hidden_layers
@@ -168,8 +161,11 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     if unknown:
         error = f"layers must be of the types {', '.join(sorted(_LAYER_TYPES))}; "
         error += f"{name!r} has {', '.join(sorted(unknown))}"
-    elif getattr(config, "num_kv_shared_layers", None):
+    elif getattr(config, "num_kv_shared_layers", None) or _shares_keys(config):
         error = f"every layer must have keys of its own; {name!r} shares keys between layers"
+    elif getattr(config, "cross_attention_layers", None):
+        error = f"layers that attend to images are not supported; {name!r} has such ones at "
+        error += ", ".join(map(str, config.cross_attention_layers))
     elif name in _OF_THEIR_OWN:
         error = f"{name!r} takes only a cache of the class that transformers has for it"
     elif not _KEY_LAYERS & {*kinds}:
@@ -180,6 +176,12 @@ def _layer_kinds(config: PreTrainedConfig) -> list[str]:
     if error is not None:
         raise ValueError(f"TreeCache: {error}")
     return list(kinds)
+
+
+def _shares_keys(config: PreTrainedConfig) -> bool:
+    """True where layers attend to the keys of another one, by `kv_source_layers`."""
+    modes: Any = getattr(config, "kv_sharing_modes", None) or ()
+    return any(str(mode).startswith("reuse") for mode in modes)
 
 
 def _obstacle_of_index(config: PreTrainedConfig, kinds: list[str]) -> str | None:

@@ -16,6 +16,7 @@ from ..._numbers import integer
 from ...exchange import Communicator, Signature, on_every_rank
 from ...options import split_options
 from ...sharding import ShardLayout
+from ...weights.text import text_config
 from ..options import KV_DTYPES, CacheOptions, takes_cache_options, with_defaults
 from .build import keeps_state, new_layers
 from .growing import TreeCacheLayer, cropped_length, interrupted
@@ -42,7 +43,8 @@ class TreeCache(StateCache):
     common prefix needs to be computed only once.
 
     Args:
-        config: the configuration of the model, which says the number and kind of layers.
+        config: the configuration of the model, which says the number and kind of layers; of a
+            model of text and images, that of its text counts.
         group: process group or `Communicator`, by default the world; where torch.distributed is
             not initialised, a world of one.
         layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.
@@ -90,6 +92,7 @@ class TreeCache(StateCache):
         kv_dtype = None if name is None else KV_DTYPES[name]
         _, of_shard = split_options(options, ("kv_dtype", "max_length"))
         self.shard = Shard(group, layout, **of_shard)
+        config = text_config(config)
         self.model = describe_model(config)
         super().__init__(new_layers(config, self.shard, growth, kv_dtype, max_length), config)
         kv = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...shares import Shares
+from ...weights.text import takes_more_than_text, text_config
 from ..cache.build import goes_on_from_states
 from ..cache.token_split import TokenSplit, using_token_split
 from ..cache.tree_cache import TreeCache
@@ -32,12 +33,15 @@ _AXES = {
 _FOR_ALL_TOKENS = ("attention_mask", CACHE_NAME, "use_cache", "logits_to_keep")
 # What ranks would have for their own tokens only.
 _OUTPUTS_OF_TOKENS = ("output_hidden_states", "output_attentions", "output_router_logits")
+# Arguments of a forward pass over text of which it is known what they are.
+KNOWN = frozenset((*_AXES, *_FOR_ALL_TOKENS, *_OUTPUTS_OF_TOKENS, "return_dict"))
 # Kinds of rotary embeddings whose frequencies depend on the largest position of the chunk.
 _ROPES_OF_ALL_POSITIONS = ("dynamic", "longrope")
 
 
 def may_be_chunked(config: PreTrainedConfig) -> bool:
     """True where a prompt in chunks is known to give the same as the whole prompt."""
+    config = text_config(config)
     if rope_of_all_positions(config) is not None:
         return False
     return goes_on_from_states(config)
@@ -82,7 +86,8 @@ def split_forward(
 
 def splits_prompts(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> bool:
     """True where `generate` splits the tokens of long prompts, if there are several ranks."""
-    return is_overridden(model, "forward") and _asks_for_the_last(model, model_kwargs)
+    is_split = is_overridden(model, "forward") and not takes_more_than_text(model)
+    return is_split and _asks_for_the_last(model, model_kwargs)
 
 
 def rope_of_all_positions(config: PreTrainedConfig) -> str | None:
@@ -153,8 +158,7 @@ def _asks_for_the_last(model: PreTrainedModel, arguments: Mapping[str, Any]) -> 
             return False
     if arguments.get("return_dict", model.config.return_dict) is False:
         return False
-    known = {*_AXES, *_FOR_ALL_TOKENS, *_OUTPUTS_OF_TOKENS, "return_dict"}
-    return all(value is None or name in known for name, value in arguments.items())
+    return all(value is None or name in KNOWN for name, value in arguments.items())
 
 
 def _forward_own_tokens(original: Any, arguments: dict[str, Any], split: TokenSplit) -> Any:

@@ -48,6 +48,7 @@ class Checkpoint:
     def __init__(self, source: Source, quantization: Mapping[str, Any]) -> None:
         self.path = path = source.path
         self._whole_type: str | None = None  # of a model of which the text is taken
+        self._left_out: tuple[str, ...] = ()  # patterns of names
         index = find_file(source, _INDEX)
         single = None if index is not None else find_file(source, _SINGLE, required=True)
         if index is None and single is None:
@@ -79,6 +80,10 @@ class Checkpoint:
         if any(name.startswith("model.") for name in texts):  # else they have no such names
             self._sources = texts
         return any(name.startswith("lm_head.") for name in self._sources)
+
+    def leave_out(self, modules: Sequence[str]) -> None:
+        """Has weights of these modules, which the model does without, count for nothing."""
+        self._left_out = tuple(rf"(^|\.){re.escape(module)}\." for module in modules)
 
     def tensors(self, model: PreTrainedModel) -> dict[str, Lazy]:
         """The whole parameters and persistent buffers of `model` by their names in it; ValueError
@@ -146,6 +151,8 @@ class Checkpoint:
         pieces: dict[str, dict[str, list[str]]] = {}
         for key in sorted(self._sources, key=dot_natural_key):
             name, pattern = rename_source_key(key, renamings, converters, *names)
+            if any(re.search(part, x) for part in self._left_out for x in (key, name)):
+                continue
             if name not in expected:  # maybe of a checkpoint that needs no conversion
                 name, pattern = rename_source_key(key, [], [], *names)
             if name not in expected:
