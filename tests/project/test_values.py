@@ -227,7 +227,7 @@ def tokens_ahead() -> float:
     return (heads[1] - split[1]) / (split[0] - heads[0])
 
 
-def unequal() -> Group:
+def planned_group() -> Group:
     machines = tuple(Machine("", read, 1e15, 512e9, "10gbe") for read in (60e9, 20e9))
     return Group(LLAMA_8B, SPLIT, machines, LINKS["10gbe"], Work(32 << 10))
 
@@ -327,9 +327,9 @@ VALUES: dict[str, Callable[[], float]] = {
     "plan.token_split": lambda: 1e3 * planned(PROMPTS)[0],
     "plan.token_heads": lambda: 1e3 * planned(SPLIT_BY_HEADS)[0],
     "plan.tokens_ahead": tokens_ahead,
-    "unequal.alone": lambda: 1e3 * unequal().without([1]).seconds,
-    "unequal.even": lambda: 1e3 * unequal().token_seconds(None),
-    "unequal.shares": lambda: 1e3 * unequal().seconds,
+    "planned_shares.alone": lambda: 1e3 * planned_group().without([1]).seconds,
+    "planned_shares.even": lambda: 1e3 * planned_group().token_seconds(None),
+    "planned_shares.shares": lambda: 1e3 * planned_group().seconds,
     "qwen3.token_gb": qwen3_token,
     "qwen3.head_gb": qwen3_head,
     **{
