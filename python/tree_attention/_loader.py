@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 __version__ = "0.1.0"  # which the build reads without importing the package
-# The address of the repository, of which whoever publishes this fills in the first: `pip show`, the
-# site and its links to sources have it from here. Empty: nobody has published it yet.
+# Address of the published repository, for `pip show` and the site; CONTRIBUTING.md says when it is
+# filled in. Empty: it is not published.
 REPOSITORY = ""
 MINIMUM_TRANSFORMERS = "5.5"
 INSTALL_TRANSFORMERS = f"pip install 'transformers>={MINIMUM_TRANSFORMERS}'"

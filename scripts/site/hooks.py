@@ -19,6 +19,7 @@ from benchmarks.pictures import PICTURES
 from estimate import filled
 from signatures import MODULES, as_markdown, in_order_of_use
 from tree_attention import __version__
+from tree_attention._loader import REPOSITORY
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -90,6 +91,8 @@ def on_config(config: MkDocsConfig) -> None:
         RESULTS: [{"All": f"{RESULTS}/index.md"}, *({Path(x).stem: x} for x in results().values())],
     }
     config.extra |= {"release": __version__, "licence": "BSD 3-Clause"}
+    # With an address the header leads to the repository, and links to sources lead to its files.
+    config.repo_url, config.repo_name = REPOSITORY, "Repository"
     config.copyright = f"tree_attention {__version__}, BSD 3-Clause"
 
     def placed(entry: dict) -> dict:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What `info` prints: versions, backends, and why one of them is unavailable."""
+"""The rows that `info` prints: versions, backends, and why one of them is unavailable."""
 
 import importlib.metadata
 import importlib.util
