@@ -214,7 +214,7 @@ def _facts_of(decode: DecodeCall) -> Tensor:
 def _pass_keys(
     link: Link, state: State, decode: DecodeCall, facts: list[list[int]], seconds: float
 ) -> _State:
-    """Attends to every rank's shard, of which there are the `facts`; each hop has `seconds`."""
+    """Attends to every rank's shard, which the `facts` describe; each hop has `seconds`."""
     world_size, q, arguments = link.world_size, decode.q, decode.arguments
     device = link.transport_device(q.device)
     shards = [_places_of(sizes, decode) for sizes in facts]

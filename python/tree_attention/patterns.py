@@ -206,8 +206,8 @@ def by_head(
         o, lse = lean_decode(*by_head(q, k, v, halves))
         o, lse = o.view(*q.shape[:3], -1), lse.view(q.shape[:3])
 
-    The queries of a kv head share its ranges. Keys and values are not copied where the stride of
-    a sequence is that of all its heads, as in a slice of a cache by tokens. Pages and options with
+    The queries of a kv head share its ranges. Keys and values are not copied if the heads of all
+    sequences have one stride, as in a slice of a cache by tokens. Pages and options with
     an axis of heads do not fit sequences of one head.
 
     Args:
@@ -280,8 +280,8 @@ def by_rows(
         q: `[batch, num_heads_q, seqlen_q, head_dim]`.
         k, v: `[batch, num_heads_kv, seqlen_k, head_dim]`, any strides with a contiguous last axis.
         rows: int32 `[batch, 1 or num_heads_kv, seqlen_q, n]`: the keys that a query sees, or blocks
-            of `block` keys, in ascending order and then -1; `ShardLayout.local_rows` gives those of
-            a rank. This is checked on the CPU.
+            of `block` keys, in ascending order and then -1; `ShardLayout.local_rows` gives the rows
+            that a rank holds. This is checked on the CPU.
         lengths: integers `[batch, seqlen_q]`: a query sees of its rows and blocks the keys below
             it. None: all.
         block: keys of a block.

@@ -70,8 +70,8 @@ def parts(size: int, count: int, shares: Shares = None, granule: int = 1) -> lis
 
 
 class ModelShares(NamedTuple):
-    """Shares of the ranks of a group in a model's weights; and in the cache's slots and in prompts
-    whose tokens are split, of those ranks that share keys."""
+    """Shares of the ranks of a group: of a model's weights, and, for the ranks that share keys, of
+    the cache's slots and of the tokens of split prompts."""
 
     weights: Shares = None
     cache: Shares = None
@@ -79,8 +79,8 @@ class ModelShares(NamedTuple):
 
     @staticmethod
     def of(op: str, value: object, world_size: int, tensor_parallel_size: int = 1) -> "ModelShares":
-        """The argument `shares` of `op`: a list for all three, or a mapping of lists by name, in
-        which what is not there is dealt evenly.
+        """The argument `shares` of `op`: a list for all three, or a mapping of lists by name;
+        what it leaves out is split evenly.
 
         Raises:
             TypeError, ValueError: as in `as_shares`; there is no such name; or ranks of a tensor

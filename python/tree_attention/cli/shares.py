@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..shares import GivenShares
     from .world import World
 
-# In the store of all processes: with a rank behind it, that rank needs the store no longer.
+# A key in the store of all processes. With a rank's number appended: that rank needs it no longer.
 _ENDED = "tree_attention/generate/ended"
 _LOOK_SECONDS = 0.5
 

@@ -50,7 +50,7 @@ class Seconds:
 
 
 def to_owners(num_bytes: float, parts: float) -> float:
-    """Bytes that a rank sends of slices to their owners, whose own slice is one of `parts`."""
+    """Bytes that a rank sends if it cuts `num_bytes` into `parts` slices and keeps one of them."""
     return num_bytes if parts == math.inf else (parts - 1) * num_bytes / parts
 
 
@@ -68,8 +68,8 @@ def sum_bytes(num_bytes: float, p: int) -> float:
 class Split:
     """A model in one form over `p` ranks, and their work.
 
-    With `shares`, an integer for each rank, the numbers are those of `rank`, whose part of what is
-    split is as large as its share; else those of any rank.
+    With `shares`, an integer for each rank, sizes and times are of the rank `rank`, which gets its
+    share of all that is split. Without, they are equal on all ranks.
     """
 
     model: Model
@@ -170,8 +170,8 @@ class Split:
         return 1 / (self._parts_of_cache * self.tensor_parallel_size)
 
     def _kept_bytes(self, layers: Attention, attended: int | None = None) -> float:
-        """Bytes that a rank keeps of a sequence's tokens: keys and values, or latents, and those of
-        an index; or of these, what a new token reads that attends to so many."""
+        """Bytes that a rank keeps of a sequence's tokens: keys and values, or latents, and the keys
+        of an index. With `attended`, the bytes that a new token reads if it attends to so many."""
         seen = layers.seen(self.work.context)
         rows = layers.token_bytes(self.model.kv_dtype) - layers.index_bytes
         rows *= seen if attended is None else attended

@@ -46,7 +46,7 @@ class Attention:
         return context if self.window is None else min(context, self.window)
 
     def attended(self, context: int) -> int:
-        """Number of tokens whose keys a new one attends to, of those that it sees."""
+        """Number of keys that a new token attends to: all that it sees, or the chosen ones."""
         seen = self.seen(context)
         return seen if self.index is None else min(seen, self.index.topk)
 
@@ -63,7 +63,7 @@ class Attention:
 
     @property
     def index_bytes(self) -> int:
-        """Of the bytes that a layer keeps of a token, those of its index."""
+        """Bytes of the index key that a layer keeps of a token; 0 in a layer without an index."""
         return 0 if self.index is None else BF16 * self.index.columns
 
     def chooses(self, context: int) -> bool:

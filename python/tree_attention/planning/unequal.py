@@ -2,7 +2,7 @@
 """Shares for machines that differ, by the planner's arithmetic: how much each gets of a model and
 its cache, and which are better left out.
 
-The time of a token is that of the rank which takes longest, and of its exchanges. All results are
+A token takes as long as the slowest rank needs for its part, plus the exchanges. All results are
 functions of the numbers given, so that ranks with the same numbers have the same shares.
 """
 
@@ -127,7 +127,7 @@ class Group:
 
     @property
     def by_arithmetic(self) -> Shares:
-        """Shares of prompts whose tokens are split between replicated weights."""
+        """Shares of a prompt's tokens, which ranks with replicated weights split."""
         return by_speed([machine.arithmetic for machine in self.machines])
 
     @property
@@ -177,7 +177,7 @@ class Group:
             return math.inf
 
     def _given(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Shares of ranks from those of tensor groups, whose ranks have equal ones."""
+        """A share for each rank from one for each tensor group, whose ranks have equal shares."""
         return tuple(count for count in counts for _ in range(self.tensor_parallel_size))
 
     @property
@@ -189,8 +189,8 @@ class Group:
 
     @cached_property
     def _lines(self) -> list[tuple[float, float, float]]:
-        """Of each tensor group: seconds of a token without a share, seconds that the whole of what
-        is split adds, and the part of it for which there is memory."""
+        """For each tensor group: the seconds of a token if its share is 0, the seconds that are
+        added if it gets all that is split, and the part of this that fits into its memory."""
         found = []
         for unit in range(self._units):
             own = [int(u == unit) for u in range(self._units)]
@@ -290,7 +290,7 @@ def by_speed(speeds: Sequence[float]) -> Shares:
 
 
 def until_last(each: Sequence[Seconds]) -> Seconds:
-    """Time until the last rank is done, for which the others wait in their next exchange."""
+    """Time until the last rank is done: the others wait for it in their next exchange."""
     return Seconds(max(x.local for x in each), max(x.exchange for x in each))
 
 

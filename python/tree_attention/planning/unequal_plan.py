@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""A plan for machines that differ: what each holds, for which the others wait, and what is gained
-without one."""
+"""A plan for machines that differ: what each holds, which one the others wait for, and how long a
+token takes if one is left out."""
 
 import math
 from collections.abc import Callable, Sequence

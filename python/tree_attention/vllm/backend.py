@@ -130,8 +130,8 @@ class TreeAttentionImpl(AttentionImpl[Metadata]):
             pages = pages.view(torch.float8_e4m3fn)
             k_scale, v_scale = layer._k_scale_float, layer._v_scale_float
         k, v = pages[:, :, :block_size], pages[:, :, block_size:]
-        # A layer may ask for the keys of another pass (LoopCoder), or be told after this was made
-        # whose cache it shares (Gemma 4's drafter).
+        # A layer may ask for the keys of another pass (LoopCoder). Another layer is told only after
+        # this was made which layer's cache it shares (Gemma 4's drafter).
         is_own = self.kv_sharing_target_layer_name is None
         if is_own and key is not None and value is not None:
             key, value = (

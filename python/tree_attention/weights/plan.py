@@ -29,8 +29,8 @@ from .mesh import Mesh
 from .parts import Cut, Range
 from .text import text_of
 
-# The linear layers of an MLP: the ones whose outputs are its inner features (one layer may give
-# several such outputs, joined), and the one whose inputs they are.
+# The linear layers of an MLP: the ones that compute its inner features (one layer may compute
+# several groups of them, joined), and the one that takes these as its inputs.
 _MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate_up_proj",), "down_proj"),
@@ -164,7 +164,7 @@ class _Planner:
         rows = _EXPERTS[1]
         first, last = getattr(experts, columns).shape, getattr(experts, rows).shape
         # [experts, outputs, inputs], or transposed: both have the axis of the model's hidden size.
-        # Modules whose product cannot be chosen (Llama 4) do not say which it is.
+        # Modules that have one kind of product only (Llama 4) do not say whether it is transposed.
         is_transposed = getattr(experts, "is_transposed", first[2] != last[1])
         dim = 1 if is_transposed else 2
         if first[dim] != last[3 - dim]:
