@@ -66,7 +66,7 @@ _HOLE = (
 
 
 class _NoTensor:
-    """Stands for a tensor in an indexer, outside of which nothing can compute with it."""
+    """Stands for a tensor inside an indexer; nothing outside of an indexer computes with it."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -96,8 +96,8 @@ class Choice(_NoTensor):
     """The keys that an index chose, in place of a tensor of slots, for the attention function."""
 
     def __init__(self, rows: Tensor | None) -> None:
-        # int32 [batch, 1 or num_heads_kv, seqlen_q, n]: local slots, ascending,
-        # -1 behind. None: every key that the query sees.
+        # int32 [batch, 1 or num_heads_kv, seqlen_q, n]: local slots, ascending, and then -1. None:
+        # every key that the query sees.
         self.rows = rows
 
     def to(self, _: torch.dtype) -> "Choice":
@@ -211,7 +211,7 @@ class IndexQuery:
             local_ranges = ranges.local(shard.layout, shard.rank)
             key_slots = ranges.key_slots(shard.layout, shard.rank)
         positions = ranges.positions if local_blocks else None
-        # transformers multiplies them in float32, of which they are numbers of the model's dtype.
+        # transformers multiplies them in float32, but they are numbers of the model's dtype.
         queries = self.queries.to(keys.dtype)
         batch, _, seqlen_q, _ = queries.shape
         heads = queries.shape[1] if self.weights is None else 1
@@ -321,7 +321,7 @@ class IndexedLayer(TreeCacheLayer):
 
     @property
     def most_tokens(self) -> int:
-        """A bound on the number of tokens, those of this forward pass included."""
+        """An upper bound on the number of tokens, including the tokens of this forward pass."""
         return self.kv_length
 
 
@@ -329,8 +329,8 @@ class IndexedLatentLayer(IndexedLayer, LatentLayer):
     """The latents of one layer that this rank holds, and the keys of its index."""
 
     def update_indexer(self, states: Tensor) -> IndexScores:
-        """Appends index keys `[batch, tokens, columns]`, and returns what an indexer takes for
-        those of all tokens."""
+        """Appends index keys `[batch, tokens, columns]`. Returns an object that stands for the
+        index keys of all tokens."""
         self.append_index_keys(states[:, None])
         return IndexScores(self)
 

@@ -17,7 +17,7 @@ from .prefix import Prefix
 from .shard import Shard
 from .token_split import TokenSplit, current_token_split
 
-# By how many local slots the rows behind a common document grow at most: they are several.
+# Largest growth, in local slots, of the tokens that rows have after a common document.
 _GROWTH_OF_OWN = 64
 # transformers 5.5 passes `crop` the tokens to keep, later releases the tokens to remove, as a
 # number <= 0. The name of the parameter tells which.
@@ -97,15 +97,15 @@ class TreeCacheLayer(CacheLayerMixin):
     window: int | None = None  # no query sees more slots than this; None: any
     first = 0  # the global slot from which on this layer holds all slots, on all ranks together
     dropped = 0  # number of local slots before the one at the beginning of the buffers
-    # What all rows begin with, if they share it; the buffers are of the slots behind it.
+    # The document with which all rows begin, if they share one; buffers have the slots after it.
     prefix: Prefix | None = None
-    lent = 0  # the number of tokens for which other caches read these buffers
+    lent = 0  # the number of tokens that other caches read in these buffers
     page_size = 0  # of the pages in which a ring is attended to; 0: the buffers are no ring
     max_length: int | None = None  # of a cache of fixed size
     index_columns = 0  # of the keys by which an index chooses, where the layer has one
     index_dtype: torch.dtype | None = None  # of these; None until they come: the dtype of keys
-    # The number of layers whose first allocation is as large as this one's, which the first of them
-    # compares with the memory that is free. The others have 1.
+    # In the first of several equal layers their number: it compares the memory that all of them
+    # will allocate with what is free. The other layers have 1.
     allocates_for = 1
     is_beside_states = False  # whether other layers of the model keep a state of all tokens
     keeps_last_pass = False  # for assisted decoding, which takes back all candidates of a pass

@@ -134,7 +134,7 @@ def _pays_to_expand(module: Any, query: Tensor, layer: LatentLayer) -> bool:
     # Multiplications for a head, a slot and `n` queries: `rank * (nope + v)` make the keys and
     # values and `n * (nope + rope + v)` use them; absorbed queries take `n * (rank + rope + rank)`.
     # All ranks decide alike.
-    if layer.prefix is not None:  # whose rows are not those of the others
+    if layer.prefix is not None:  # a document's rows and the others are in two buffers
         return False
     split = current_token_split()
     num_queries = query.shape[2] if split is None else split.length // layer.shard.world_size

@@ -21,7 +21,7 @@ _SCALE_BYTES = 4  # of keys of 8 bits, for each token and head
 class Need(NamedTuple):
     """Buffers that a layer is about to allocate."""
 
-    buffers: Mapping[str, Tensor]  # of the layer, of which all but the number of slots stays
+    buffers: Mapping[str, Tensor]  # of the layer now; the new ones differ in the number of slots
     batch: int
     capacity: int  # in slots of a sequence
     num_layers: int  # that will allocate as much
@@ -75,7 +75,7 @@ class Need(NamedTuple):
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True for what torch's allocators raise, of which that of the CPU has no class of its own."""
+    """True for what torch's allocators raise; the CPU's allocator has no class for it."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -92,7 +92,7 @@ def free_bytes(device: torch.device) -> int | None:
         found.append(sum(int(lines[x].split()[0]) << 10 for x in ("MemAvailable", "SwapFree")))
     with suppress(OSError, ValueError, IndexError):
         pages = Path("/proc/self/statm").read_text().split()
-        # The first limit counts the pages of all mappings, the second those of data and stacks.
+        # The first limit counts the pages of all mappings, the second the pages of data and stacks.
         for limit, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
             most, _ = resource.getrlimit(limit)
             if most != resource.RLIM_INFINITY:
@@ -101,7 +101,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def in_words(num_bytes: float) -> str:
-    """A size in the largest unit of which there is one."""
+    """A size in the largest unit of which it has at least one."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if round(num_bytes / unit, 1) >= 1:
             return f"{num_bytes / unit:,.1f} {name}"

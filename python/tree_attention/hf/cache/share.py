@@ -2,7 +2,7 @@
 """Rows that begin with all tokens of one sequence, which are stored once.
 
 Layers that keep all keys share the memory of the sequence: each rank's local slots of the document,
-of which the rows only read. The tokens behind it are rows' own, in buffers that begin inside the
+which the rows only read. The tokens after it are each row's own, in buffers that begin inside the
 block of the layout where the document ends, so that the arithmetic of the layout holds for them.
 Layers with a window or a state copy what they keep, which is small. All layers of a model that
 chooses its keys by an index copy theirs, as rows of one choice must be in one buffer.
@@ -50,7 +50,7 @@ def _behind_prefix(layer: TreeCacheLayer, batch: int) -> TreeCacheLayer:
 
 
 def _first_of_own(shard: Shard, length: int) -> int:
-    """The local slot with which buffers of the tokens behind `length` begin: the first of a block,
+    """The local slot with which buffers of the tokens after `length` begin: the first of a block,
     where the layout has blocks."""
     count, block = shard.count(length), 1
     with suppress(ValueError):  # a layout without is for models that need none

@@ -101,7 +101,7 @@ class TreeCache(StateCache):
         self._is_half_cut = False  # whether `crop` has reached some layers and not yet all
 
     def note_layers(self) -> None:
-        """Notes which layers there are, of which no other may take the place."""
+        """Notes which layers there are; none of them may be replaced."""
         self._made = self.kv_layers
 
     def __repr__(self) -> str:
@@ -400,7 +400,7 @@ class TreeCache(StateCache):
             for name, x in layer.buffers().items():
                 kind = (("dtype", x.dtype), ("shape", (*x.shape[:2], *x.shape[3:])))
                 moved[name] = moves.apply("reshard", (*places, *kind), x[:, :, held])
-            layer.first, layer.shard = first, new  # for which it makes its buffers
+            layer.first, layer.shard = first, new  # `hold` makes its buffers for these
             layer.hold(moved, dropped)
             layer.grow(new.count(length))
 

@@ -90,7 +90,7 @@ class WindowLayer(TreeCacheLayer):
         self.hole = hole if num_slots > self.window + MARGIN else 0
 
     def check_sees_around(self, first: int) -> None:
-        """Raises NotImplementedError if queries behind a hole see a slot that is gone."""
+        """Raises NotImplementedError if queries after a hole see a slot that is gone."""
         if first < self.first:
             raise NotImplementedError(
                 f"tree_attention: behind the hole of a padding mask queries see slot {first}, and "
@@ -122,8 +122,8 @@ class WindowLayer(TreeCacheLayer):
                 "alone"
             )
         seen, length = copy.copy(self), self.length
-        # All that there is: if the tokens of a shorter pass are split, `crop` can go back to before
-        # their window, and queries behind a hole see slots before it.
+        # All slots that are there: if the tokens of a shorter pass are split, `crop` can go back to
+        # before their window, and queries after a hole see slots before it.
         seen.page_size = 0
         seen.first = self.first_kept(self._first, length)
         ends = seen.first, length, length + num_tokens
