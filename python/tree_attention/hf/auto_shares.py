@@ -76,7 +76,7 @@ def measured_group(
 
 
 def choose(op: str, comm: Communicator, group: Group) -> ModelShares:
-    """The shares for a group, of which the first rank says what they are and why.
+    """The shares for a group; the first rank logs what they are and why.
 
     Raises:
         ValueError: the model fits under no shares.

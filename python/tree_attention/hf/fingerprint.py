@@ -26,7 +26,7 @@ _DEPTH = 50
 _MAX_ENTRIES = 100_000
 _LISTS = list | tuple | deque | range | array
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype})
-# Settings by which no token changes, or which other fields compare.
+# Settings that change no token, or that other fields compare.
 _NOT_COMPARED = ("architectures", "dtype", "transformers_version")
 
 

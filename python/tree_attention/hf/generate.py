@@ -46,7 +46,7 @@ from .text import check_text_alone, others_of
 
 # Arguments of a forward pass whose last axis runs over the tokens of the text.
 _OF_TOKENS = {"position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
-# True in calls of `generate` at whose end ranks meet, and in an assistant's calls inside them.
+# True inside a call of `generate` that ends with a check of all ranks, also in an assistant's.
 _is_inside = ContextVar("_is_inside", default=False)
 
 
@@ -364,7 +364,7 @@ def _set_chunk_size(
         size = None  # transformers returns the hidden states of the last chunk alone
     if size is not None and splits_prompts(model, model_kwargs):
         shares = setup.prompt_shares or (1,) * setup.shard.world_size
-        size = size * sum(shares) // max(shares)  # of which no rank has more than its size
+        size = size * sum(shares) // max(shares)  # so no rank has more than `size` of it
     if generation_config.prefill_chunk_size is None:
         if size is None or num_new <= size:
             return

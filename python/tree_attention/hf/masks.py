@@ -44,8 +44,8 @@ _WIDTH = "the padding mask must have shape [batch, cached + new tokens]"
 class KeyRanges:
     """The mask that `tree_attention_mask` returns and transformers hands to every layer.
 
-    Query `i` of sequence `b` sees the global slots `[ranges[b, i, 0], ranges[b, i, 1])`, or where a
-    row has a hole those before it, `ranges[b, i, 0]`, and those behind it, `ranges[b, i, 1]`. A
+    Query `i` of sequence `b` sees the global slots `[ranges[b, i, 0], ranges[b, i, 1])`. If a row
+    has a hole, it sees the range before it, `ranges[b, i, 0]`, and after it, `ranges[b, i, 1]`. A
     mask that is no such range has the reason in `unsupported`, and the layer that is given it
     raises: models also build masks that none of their layers use.
 
@@ -265,7 +265,7 @@ def _visible_run(attention_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _around_holes(
     attention_mask: Tensor, begin_end: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The ranges before and behind the hole of each row `[batch, seqlen_q, 2, 2]`, and the slots
+    """The ranges before and after the hole of each row `[batch, seqlen_q, 2, 2]`, and the slots
     of the hole before each query. A row without a hole has an empty range in front."""
     runs = _runs(attention_mask)  # [batch, 2, 2]
     (_, hole_begin), (hole_end, _) = (x.unbind(-1) for x in runs.unbind(1))
@@ -296,7 +296,7 @@ def _runs(attention_mask: Tensor) -> Tensor:
 def _refuse_holes(attention_mask: Tensor, num_cached: int | Tensor) -> str | None:
     """Refuses rows with several holes."""
     if isinstance(num_cached, Tensor) and attention_mask.device.type != "cpu":
-        return _HOLE_IN_FIXED  # of which no step would know that there is a hole
+        return _HOLE_IN_FIXED  # later steps would not know that there is one
     visible = torch.nn.functional.pad(attention_mask != 0, (1, 0))
     if int((visible[:, 1:] & ~visible[:, :-1]).sum(1).max()) <= 2:  # runs of ones
         return None
@@ -323,7 +323,7 @@ def longest_hole(attention_mask: Tensor) -> int:
 
 
 def check_steps_after(attention_mask: Tensor, num_cached: int, is_given: bool) -> None:
-    """Raises NotImplementedError if steps after a padding mask cannot be right: behind prompts that
+    """Raises NotImplementedError if steps after a padding mask cannot be right: after prompts that
     are padded on the right, or where nobody gave the mask that hides tokens of the text."""
     followed = torch.nn.functional.pad(attention_mask, (0, 1), value=1)
     found = _holes(followed)

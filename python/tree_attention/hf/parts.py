@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention to keys in several parts, of which each is one call of `lean_decode`.
+"""Attention to keys in several parts, with one call of `lean_decode` for each part.
 
-Rows that begin with one document are queries of one state over its keys: all of them are one call
-over these, as queries of one sequence, and each sees its own keys in another.
+If rows share a document, one call attends to the document for all rows, as if they were queries of
+one sequence, and another call attends to the keys that each row has for itself.
 
-Behind a hole of a padding mask, ALiBi counts tokens and not slots: the keys before it are nearer by
+After a hole of a padding mask, ALiBi counts tokens and not slots: the keys before it are nearer by
 its length than their slots say, so they are a call with other positions of the queries.
 """
 
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 def parts_of(
     keys: Tensor, values: Tensor, local: Tensor, options: Mapping[str, Any], ranges: KeyRanges
 ) -> list[Part]:
-    """The parts of some keys, of which queries see the `local` ranges."""
+    """The parts of some keys; queries see their `local` ranges."""
     if "alibi_slopes" not in options:
         return [Part(keys, values, local, options)]
     positions = ranges.positions

@@ -63,7 +63,7 @@ def unpatch(model: PreTrainedModel) -> None:
 def _choose_attention(model: PreTrainedModel, implementation: str) -> None:
     """Sets the attention implementation of a model, also where transformers does not let it be."""
     if any(type(module).__name__ in FORWARDS for module in model.modules()):
-        model.config._attn_implementation = implementation  # by which transformers makes the mask
+        model.config._attn_implementation = implementation  # transformers makes the mask for it
         return
     chosen = model.config
     model.set_attn_implementation(implementation)

@@ -36,10 +36,10 @@ def num_copies(
         or ids.shape[1] <= LEAST_SHARED
         or given - _EXPECTED
         or "inputs_embeds" in inputs
-        # Padding would need positions, of which models have their own ideas.
+        # Padding would need positions, which each model derives in its own way.
         or (mask is not None and not (mask.dim() == 2 and bool(mask.all())))
         or config.output_hidden_states
-        # The last token is a pass of its own, behind all others.
+        # The last token is a forward pass of its own, after all others.
         or rope_of_all_positions(model.config) is not None
     ):
         return 1

@@ -14,7 +14,7 @@ of p together send, in bytes,
     pass-KV: (p - 1) * batch * visible slots * num_heads_kv * (head_dim + head_dim_v) * itemsize
 
 and the way with the smaller number is taken, the same on all ranks. Both at once, pass-Q for the
-slots before the chunk and pass-KV for those of the chunk, would send all queries and states as
+slots before the chunk and pass-KV for the slots of the chunk, would send all queries and states as
 pass-Q does, and keys and values on top.
 """
 
@@ -193,7 +193,7 @@ def _bytes_per_slot(buffers: Mapping[str, Tensor]) -> int:
 
 
 def _tokens_of_piece(split: TokenSplit, query: Tensor, layer: TreeCacheLayer) -> int:
-    """Number of a rank's tokens whose states over all ranks' keys are one piece."""
+    """Number of a rank's tokens in a piece: states over all ranks' keys are sent piece by piece."""
     row_bytes = 4 * (layer.head_dim_v + 1)
     num_bytes = split.shard.world_size * query.shape[0] * query.shape[1] * row_bytes
     return max(1, _MAX_PIECE_BYTES // num_bytes)
