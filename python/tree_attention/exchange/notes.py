@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Notes that ranks tell one another beside their states, and the errors that they raise."""
+"""Notes that ranks send one another in addition to their states, and the errors that they raise."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -18,16 +18,16 @@ from . import Context, Exchange, StateLayout, Strategy, Topology, Traffic
 
 @dataclass(frozen=True)
 class Level:
-    """Step in which a rank merges its block of 2^level ranks with the block beside it."""
+    """Step in which a rank merges its block of 2^level ranks with the next or previous block."""
 
     level: int
-    source: int  # whose state of the other block it reads
+    source: int  # a rank of the other block; this rank reads its state
     readers: tuple[int, ...]  # ranks of the other block that read its own
     is_upper: bool  # its block holds the higher ranks
 
 
 def levels(rank: int, world_size: int) -> list[Level]:
-    """The levels at which this rank's block has one beside it."""
+    """The levels at which there is a block to merge this rank's block with."""
     result = []
     for level in range((world_size - 1).bit_length()):
         block = rank >> level

@@ -2,8 +2,8 @@
 """Nodes first: the ranks of a node merge a slice each, slices go to other nodes, results around.
 
 Between nodes a rank sends its slice to each other node directly, where an all-gather sends whole
-states. The ranks that merge first are `Topology.subtree_size` in a row, so the bits are those of
-all other strategies. Where that is one, the strategy is `all_gather`.
+states. The ranks that merge first are `Topology.subtree_size` in a row, so the bits equal those
+of the other strategies. Where that is one, the strategy is `all_gather`.
 """
 
 from dataclasses import replace

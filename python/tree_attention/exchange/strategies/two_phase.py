@@ -60,8 +60,8 @@ def prepare(context: Context) -> Exchange:
 
 
 def _prepare_parts(context: Context, counts: Sequence[int]) -> Exchange:
-    """Parts of so many heads for each rank, as long as they are: padded to the longest, those of
-    unequal ranks would be up to as many times the bytes as there are ranks."""
+    """Parts of `counts` heads, sent at their own lengths. Padded to the longest, parts of unequal
+    ranks could be as many times the bytes as there are ranks."""
     link, state = context.link, context.state
     layouts = _parts(state.layout, counts)
     sizes = [part.message_bytes for part in layouts]

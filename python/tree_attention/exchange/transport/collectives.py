@@ -42,7 +42,7 @@ class Collectives:
     def all_gather(
         self, link: Link, x: Tensor, counts: tuple[int, ...], dim: int, deadline: float
     ) -> Tensor:
-        """All ranks' `x`, of `counts` along `dim`, one behind the other."""
+        """All ranks' `x`, of `counts` along `dim`, one after another."""
         result = x.new_empty((*x.shape[:dim], sum(counts), *x.shape[dim + 1 :]))
         if result.numel():
             run = self.prepared.get(

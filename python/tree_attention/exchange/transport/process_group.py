@@ -66,7 +66,7 @@ class Link:
         # The id of the call under way, which its messages carry (`Messages`).
         self.call_id = SAME_CALL
         self.replay = Replay()
-        # The least tag of this communicator's messages: those of the group's others differ.
+        # The least tag of this communicator's messages; no other of the group has the same tags.
         self.first_tag = FIRST_TAG
         # To the other ranks of this node, or why there is none; None before the first call.
         self.shared_memory: DirectTransport | str | None = None
@@ -77,7 +77,7 @@ class Link:
         config = dist.get_backend_config(group)
         self._backends = dict(pair.split(":") for pair in config.split(","))
         self._host_buffers: dict[str, Tensor] = {}
-        # Host memory in which tensors of devices travel, of these buffers and of all rounds.
+        # Bytes of host memory through which tensors of devices travel, here and in all rounds.
         self.staged_bytes = 0
         self._ids_round: Round | None = None
 
@@ -155,7 +155,7 @@ class Link:
     def check_call_id(self) -> None:
         """Raises OtherCall if a message of this call had another call id than this rank's.
 
-        Every rank has seen the ids of all by then: sizes behind it may differ from call to call.
+        Every rank has seen the ids of all by then, so later sizes may differ from call to call.
         """
         self.replay.is_recording = False
         if self.call_id == OTHER_CALL:

@@ -27,7 +27,7 @@ class Replay:
         self.is_recording = False
 
     def record(self, is_needed: bool = True) -> None:
-        """Forgets what was recorded, and begins anew if that is needed."""
+        """Forgets what was recorded, and begins a new record if one is needed."""
         self._steps, self.is_recording = [], is_needed
 
     def note(self, step: Step, tensors: Sequence[Tensor]) -> None:

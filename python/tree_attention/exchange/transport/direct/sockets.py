@@ -79,7 +79,7 @@ def connect(
 
 
 def _listen(listeners: list[socket.socket], opened: ExitStack) -> Note:
-    """Opens a port for the ranks behind this one."""
+    """Opens a port for the ranks with higher numbers."""
     if is_watched():
         raise OSError("TORCH_DISTRIBUTED_DEBUG=DETAIL watches the messages of the group")
     address = _own_address()
