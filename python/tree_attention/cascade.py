@@ -36,11 +36,11 @@ def page_groups(
 ) -> tuple[PageGroup, ...]:
     """The pages that sequences begin with in common, and that are worth a call of their own.
 
-    A group is followed by those of its sequences that go on with the same pages, and so on.
+    After a group come the groups of its sequences that have further pages in common, and so on.
 
     Args:
         page_table: integers `[batch, pages]` or `[batch, num_heads_kv, pages]`, on the CPU.
-        num_pages: of each sequence, the pages in use; what is behind them is not looked at.
+        num_pages: of each sequence, the pages in use; later entries are not looked at.
         page_size: the keys of a page.
 
     Raises:

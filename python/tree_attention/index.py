@@ -69,7 +69,7 @@ def index_topk(
 
     Returns:
         float32 scores and int32 slots `[batch, 1 or num_heads, seqlen_q, topk]`. Where a query sees
-        fewer keys, slot -1 and score -inf stand behind them. A visible key may have the score -inf.
+        fewer keys, slot -1 and score -inf follow them. A visible key may have the score -inf.
 
     Raises:
         ValueError: an argument breaks the rules above.
@@ -79,7 +79,7 @@ def index_topk(
 
     Sums are float32: the error of a score is at most `(head_dim + num_heads + 8) * 2**-24` of the
     sum over heads and columns of `|weight * scale * q * k|`. The scores of all heads are formed for
-    64 keys at a time, so up to a topk of 4 million a call takes 64 MiB beside its results.
+    64 keys at a time, so up to a topk of 4 million a call takes 64 MiB besides its results.
 
     For example::
 
