@@ -52,7 +52,7 @@ struct Axes {
   bool repeats = false;  // has several indices for each of its places
 };
 
-// Whether two ranges of bytes meet of which the second begins `distance` behind the first.
+// Whether two ranges of bytes overlap; the second begins `distance` bytes after the first.
 bool meet(int64_t first, int64_t second, int64_t distance) {
   return distance < first && -distance < second;
 }

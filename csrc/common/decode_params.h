@@ -54,7 +54,7 @@ struct DecodeParams {
   int32_t head_dim, head_dim_v;
   int32_t num_workers;  // 0: the backend chooses; -1: it chooses, and cuts no output
   DataType dtype;       // of q
-  DataType kv_dtype;    // of k and v: that of q, or one of 8 bits
+  DataType kv_dtype;    // of k and v: the dtype of q, or one of 8 bits
   DataType out_dtype;   // of o
 
   TREE_ATTENTION_HOST_DEVICE int32_t group_size() const { return num_heads_q / num_heads_kv; }

@@ -28,13 +28,13 @@ namespace {
 // Below this many multiply-adds one thread finishes before a second one has woken up.
 constexpr int64_t kParallelWork = 1 << 19;
 
-// A long call has more workers than threads, so that threads on undisturbed cores can take over
-// those of others. Workers of fewer tiles would cost 1 % of an undisturbed call: each begins
+// A long call has more workers than threads, so that threads on undisturbed cores can take workers
+// over from the others. Workers of fewer tiles would cost 1 % of an undisturbed call: each begins
 // without keys fetched ahead, and may leave two partial states.
 constexpr int64_t kMaxWorkersPerThread = 8, kMinWorkerTiles = 256, kMinWorkerTilesPerRow = 2;
 
 // Partial states of more are freed after the call: on 64 threads, prompts over latents take 1.2 GB
-// in every thread that calls. Steps of decoding take less, and their memory is never mapped anew:
+// in every thread that calls. Steps of decoding take less, and their memory is never mapped again:
 // 128 heads of 512 columns need 34 MB there times a thread's workers, which are at most seven up to
 // eight million keys.
 constexpr size_t kMaxKeptBytes = size_t{256} << 20;

@@ -15,7 +15,7 @@ namespace tree_attention::cpu {
 // Keys per tile of the lean schedule.
 constexpr int kTileKeys = 64;
 
-// The vectors that an instruction set computes with, by which operators beside attention choose.
+// The vectors of an instruction set. Operators other than attention choose their kernel by these.
 enum class Vectors {
   kPortable,
 #if defined(__x86_64__)

@@ -77,7 +77,7 @@ class SocketRound {
   void wait(std::chrono::milliseconds longest) const;
 
   std::shared_ptr<Sockets> sockets_;
-  std::vector<Transfer> all_, open_;  // and those of the round under way that are not complete
+  std::vector<Transfer> all_, open_;  // all of the round under way, and the incomplete ones
 };
 
 }  // namespace tree_attention::cpu

@@ -26,8 +26,8 @@ inline int64_t dot_stride(int64_t head_dim) {
   return (head_dim + kDotElements - 1) / kDotElements * kDotElements;
 }
 
-// Loads kDotElements elements, or the first n, as bfloat16 (operator()), or those of two rows as
-// pairs (pair).
+// Loads kDotElements elements, or the first n, of a row as bfloat16 (operator()), or of two rows as
+// pairs of them (pair).
 template <typename T>
 class DotLoader;
 

@@ -12,7 +12,7 @@
 namespace tree_attention::cpu {
 namespace {
 
-// Whether they take keys of type T: those of 8 bits are exact in bfloat16.
+// Whether products of bfloat16 take keys of type T: keys of 8 bits are exact in bfloat16.
 template <typename T>
 constexpr bool kIsBfloat16 = kIsScaled<T> || __is_same(T, BFloat16);
 

@@ -49,7 +49,7 @@ inline void multiply_pairs(const BFloat16* q, const BFloat16* const* keys, int64
   store_sums<kRows>(sums, products, kTileColumns);
 }
 
-// Fetches the row that is so many bytes behind `key`.
+// Fetches the row that lies kAheadBytes after `key`.
 inline void fetch_ahead(const BFloat16* key, int64_t head_dim) {
   const char* const ahead = reinterpret_cast<const char*>(key) + kAheadBytes;
   for (int64_t byte = 0; byte < 2 * head_dim; byte += 64) __builtin_prefetch(ahead + byte);
@@ -186,7 +186,7 @@ struct PairScores {
         }
         Vec sum = vec == 0 ? zero() : load(place);
         for (int v = 0; v < kVecs; ++v) {
-          // A key that is infinite makes NaN of the zeros behind the last head.
+          // An infinite key makes NaN of the zeros after the last head.
           const auto exists = first_lanes(static_cast<int>(heads.num_heads - (vec + v) * kLanes));
           const Vec x = _mm512_maskz_mul_ps(exists, scale, products[v][i]);
           sum = fma(load(weights + (vec + v) * kLanes), max_keep_nan(zero(), x), sum);

@@ -22,7 +22,7 @@ inline int64_t padded_to_pieces(int64_t head_dim) {
   return (head_dim + kPieceElements - 1) / kPieceElements * kPieceElements;
 }
 
-// The first (last) halves of a and b beside each other.
+// The first (last) half of a, and then of b.
 inline uint16x8_t first_halves(uint16x8_t a, uint16x8_t b) {
   return vreinterpretq_u16_u64(vzip1q_u64(vreinterpretq_u64_u16(a), vreinterpretq_u64_u16(b)));
 }

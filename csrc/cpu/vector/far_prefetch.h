@@ -19,7 +19,7 @@ class FarPrefetch {
   FarPrefetch(int64_t k_columns, int64_t v_columns)
       : k_bytes_(k_columns * sizeof(T)), v_bytes_(v_columns * sizeof(T)) {}
 
-  // The next ones to fetch are those of `steps`.
+  // The next keys and values to fetch are in `steps`.
   void begin(const Step<T>* steps, int num_steps) {
     steps_ = steps;
     num_steps_ = num_steps;

@@ -58,7 +58,7 @@ class Keys {
  public:
   Keys(const DecodeParams& p, const Rows& rows) : p_(p), rows_(rows) {}
 
-  // Makes `step` that of keys [begin, end).
+  // Sets `step` to the keys [begin, end).
   void locate(int64_t begin, int64_t end, Step<T>& step) const {
     const int count = static_cast<int>(end - begin);
     if (count < 1) __builtin_unreachable();

@@ -2,7 +2,7 @@
 //
 // The vectors of the instruction set that a translation unit is compiled for: a unit defines
 // TREE_ATTENTION_SIMD before its first kernel header. Everything in these headers is in an unnamed
-// namespace, because every unit compiles them anew for other instructions.
+// namespace, because every unit compiles them for other instructions.
 //
 // A unit includes the headers of the standard library and of common/ before it tells the compiler
 // of the instruction set, and nothing here instantiates a template of the standard library: the

@@ -219,7 +219,7 @@ class Loader {
     return Copies::chunk(i) * kChunkElements<Cached> < head_dim;
   }
 
-  // The first column of copy i, or of a chunk that exists; and its distance from that of copy 0.
+  // The first column of copy i, or 0 if there is no such column; and its distance from copy 0's.
   static __device__ int column(int head_dim, int i) {
     return is_in(head_dim, i) ? Copies::chunk(i) * kChunkElements<Cached> : 0;
   }

@@ -58,7 +58,7 @@ Workspaces& workspaces() {
 }
 
 size_t counter_bytes(const WorkspaceSize& size) {
-  constexpr size_t kAlignment = 256;  // of the partial states behind the counters
+  constexpr size_t kAlignment = 256;  // of the partial states, which follow the counters
   const size_t bytes = size.num_counters * sizeof(uint32_t);
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
