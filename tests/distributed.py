@@ -13,10 +13,10 @@
 
     values = run_ranks(agree, 3, seed)     # [value of rank 0, of rank 1, of rank 2]
 
-Processes come from two fork servers that have imported torch once, one for even and one for odd
-ranks, each with a hash seed of its own, as processes of several hosts have. Processes are
-kept per world size, so a call costs milliseconds. The default process group is that world and
-outlives the call. A failure names world, rank and case, and its processes are replaced.
+Processes come from two fork servers that have imported torch and this library once, one for even
+and one for odd ranks, each with a hash seed of its own, as processes of several hosts have.
+Processes are kept per world size, so a call costs milliseconds. The default process group is that
+world and outlives the call. A failure names world, rank and case, and its processes are replaced.
 """
 
 from __future__ import annotations
@@ -60,14 +60,18 @@ def preload(*modules: str) -> None:
 def start_process(rank: int, fn: Callable[..., Any], *args: Any) -> BaseProcess:
     """Have the fork server of `rank` start a process that calls `fn(*args)` and that Ctrl-C
     interrupts."""
-    process = _context.Process(target=_call, args=(fn, *args), daemon=True)
+    path = os.environ.get("PYTHONPATH")
+    process = _context.Process(target=_call, args=(path, fn, *args), daemon=True)
     connect = _running_server(rank).connect_to_new_process
     with mock.patch.object(forkserver, "connect_to_new_process", connect):
         process.start()
     return process
 
 
-def _call(fn: Callable[..., Any], *args: Any) -> None:
+def _call(path: str | None, fn: Callable[..., Any], *args: Any) -> None:
+    os.environ.pop("PYTHONPATH", None)  # the server's
+    if path is not None:
+        os.environ["PYTHONPATH"] = path
     # A job in the background ignores SIGINT, and whatever it starts inherits that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     fn(*args)
@@ -80,7 +84,9 @@ def _running_server(rank: int) -> forkserver.ForkServer:
         _servers[seed].set_forkserver_preload(_preloaded)
     # A seed of its own gives sets of strings an order of their own. A test that starts the servers
     # may have set what names a table of costs, which ranks of later tests do not want.
-    with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed)):
+    # What it imports is the same as here, where pytest has added to the path.
+    path = os.pathsep.join(sys.path)
+    with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed), PYTHONPATH=path):
         os.environ.pop("TREE_ATTENTION_COSTS", None)
         _servers[seed].ensure_running()
     return _servers[seed]
@@ -345,6 +351,6 @@ _context = multiprocessing.get_context("forkserver")
 _interpreters = multiprocessing.get_context("spawn")
 _preloaded: list[str] = []
 _servers: dict[int, forkserver.ForkServer] = {}
-preload("torch", "torch.distributed", "pytest", "hypothesis")
+preload("torch", "torch.distributed", "pytest", "hypothesis", "tree_attention.decode")
 _worlds: dict[int, _World] = {}
 atexit.register(_close_all)

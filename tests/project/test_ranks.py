@@ -9,8 +9,18 @@ from __future__ import annotations
 
 import pytest
 
+import tree_attention
 from distributed import run_ranks
 from ranks_of_commands import started
+
+
+def _package(rank: int, world_size: int) -> str:
+    return tree_attention.__file__
+
+
+def test_they_run_what_this_process_runs() -> None:
+    """And not another tree that the environment has installed."""
+    assert run_ranks(_package, 2, fresh=True) == [tree_attention.__file__] * 2
 
 
 def _hash(rank: int, world_size: int) -> int:
