@@ -109,21 +109,7 @@ def check_sharded_decode(
 
     def outcome(case: DecodeCase) -> Outcome:
         kind = of_16_bits(device) if case.of_16_bits else dtype
-        problem, k, v = case.make(world_size, kind)
-        true = attention(problem.q, k, v, problem.key_ranges())
-        plain = attention(problem.q, k, v, problem.key_ranges(), "float32")
-        plain_o = plain[0]
-        if kind != "float32":
-            plain_o = attention(problem.q, k, v, problem.key_ranges(), kind)[0]
-        # Scores are rounded where their summands are added, which moves weights by that much.
-        sizes = attention(np.abs(problem.q), np.abs(k), v, problem.key_ranges())[1]
-        plain_o_error = max(row_error(plain_o, true[0]), EPS["float32"] * sizes.max())
-        plain_errors = plain_o_error, lse_error(plain[1], true[1])
-        states = [
-            attention(problem.q, *shards, problem.key_ranges(rank))
-            for rank, shards in enumerate(zip(problem.k_shards, problem.v_shards, strict=True))
-        ]
-        o_parts, lse_parts = (np.stack(x) for x in zip(*states, strict=True))
+        problem, expected = prepare(case, world_size, kind)
         place, on_cpu = to(device, kind), to("numpy" if device == "numpy" else "cpu")
         placed = (lambda x: views(x, place)) if case.views else place
         given = replace(
@@ -134,11 +120,30 @@ def check_sharded_decode(
             seq_lens=on_cpu(problem.seq_lens),
             slots=tuple(map(on_cpu, problem.slots)),
         )
-        shifted = _shifted(problem, k, v) if case is DECODE_CASES[0] else {}
-        made = Outcome(case, true, (o_parts, lse_parts), *plain_errors, kind, shifted)
-        return run(made, lambda: function(given))
+        return run(expected, lambda: function(given))
 
     return Report.of([outcome(case) for case in DECODE_CASES])
+
+
+def prepare(case: DecodeCase, world_size: int, dtype: str) -> tuple[DecodeProblem, Outcome]:
+    """The problem in NumPy's arrays, and what is right, of which the function is still to run."""
+    problem, k, v = case.make(world_size, dtype)
+    true = attention(problem.q, k, v, problem.key_ranges())
+    plain = attention(problem.q, k, v, problem.key_ranges(), "float32")
+    plain_o = plain[0]
+    if dtype != "float32":
+        plain_o = attention(problem.q, k, v, problem.key_ranges(), dtype)[0]
+    # Scores are rounded where their summands are added, which moves weights by that much.
+    sizes = attention(np.abs(problem.q), np.abs(k), v, problem.key_ranges())[1]
+    plain_o_error = max(row_error(plain_o, true[0]), EPS["float32"] * sizes.max())
+    plain_errors = plain_o_error, lse_error(plain[1], true[1])
+    states = [
+        attention(problem.q, *shards, problem.key_ranges(rank))
+        for rank, shards in enumerate(zip(problem.k_shards, problem.v_shards, strict=True))
+    ]
+    o_parts, lse_parts = (np.stack(x) for x in zip(*states, strict=True))
+    shifted = _shifted(problem, k, v) if case is DECODE_CASES[0] else {}
+    return problem, Outcome(case, true, (o_parts, lse_parts), *plain_errors, dtype, shifted)
 
 
 def _shifted(problem: DecodeProblem, k: Floats, v: Floats) -> dict[int, Floats]:

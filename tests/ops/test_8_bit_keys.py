@@ -2,6 +2,7 @@
 """Keys and values of 8 bits: every instruction set is exact on what they stand for."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from cases_8_bit_keys import (
     with_scales_by_token,
 )
 from helpers import NAN, assert_same_bits, make_problem
-from tiers import tiers
+from pairwise import each_value
+from tiers import tiers, tiers_of
 from tree_attention import reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
@@ -46,9 +48,10 @@ ALL_CASES = CASES | {
 }
 
 
-@by_dtype
-@by_kv_dtype
-@pytest.mark.parametrize("name", ALL_CASES)
+OF_DTYPES = [*product(ALL_CASES, (INT8, FLOAT8), (torch.float32, torch.bfloat16, torch.float16))]
+
+
+@pytest.mark.parametrize("name, kv_dtype, dtype", tiers_of(OF_DTYPES, quick=each_value(OF_DTYPES)))
 def test_exact(name, kv_dtype, dtype):
     problem = make_problem(kv_dtype=kv_dtype, dtype=dtype, **ALL_CASES[name])
     assert problem.k.dtype == problem.v.dtype == kv_dtype

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Latent attention: one kv head whose values are the first columns of its keys."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from helpers import NAN, assert_same_bits
 from latent_problems import make_latents
+from pairwise import each_value
+from tiers import tiers_of
 from tree_attention import append_kv, lean_decode, reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
@@ -36,8 +40,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kv_dtype", [None, INT8, FLOAT8], ids=["16 bits", "int8", "float8"])
-@pytest.mark.parametrize("name", CASES)
+OF_DTYPES = [*product(CASES, (None, INT8, FLOAT8))]
+
+
+@pytest.mark.parametrize("name, kv_dtype", tiers_of(OF_DTYPES, quick=each_value(OF_DTYPES)))
 def test_exact(name, kv_dtype):
     problem = make_latents(kv_dtype=kv_dtype, **CASES[name])
     for num_workers in (1, 3):

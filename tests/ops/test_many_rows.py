@@ -2,13 +2,15 @@
 """Many rows of an output, which every instruction set attends on a path of their own."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 
 from helpers import NAN, assert_same_bits, make_problem
 from instruction_sets import MANY_ROWS
-from tiers import tiers
+from pairwise import each_value
+from tiers import tiers, tiers_of
 from tree_attention.reference import attention
 from tree_attention.reference.accuracy import lse_error
 
@@ -30,8 +32,10 @@ OTHER_DTYPES = {
 }
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "two outputs", "pages", "softcap"])
-@pytest.mark.parametrize("dtypes", OTHER_DTYPES)
+OF_DTYPES = [*product(OTHER_DTYPES, ("causal", "window", "two outputs", "pages", "softcap"))]
+
+
+@pytest.mark.parametrize("dtypes, name", tiers_of(OF_DTYPES, quick=each_value(OF_DTYPES)))
 def test_many_rows_of_other_dtypes(instruction_set, dtypes, name):
     problem = make_problem(**MANY_ROWS[name] | OTHER_DTYPES[dtypes])
     problem.run_and_check(num_workers=3)
