@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_models import EOS, PAD, VOCAB_SIZE
-from tree_attention import Communicator, ShardLayout, hf
+from tree_attention import BlockCyclic, Communicator, ShardLayout, hf
 from tree_attention.hf import CACHE_NAME
 
-from .cases import draw_layout, made_once
+from .cases import draw_layout, draw_shares, made_once
 from .outcome import AMPLE
 from .session_models import NAMES, alone, exact, group, own_group, split, split_sizes, whole
 
@@ -57,12 +57,13 @@ class Conversation:
         }
         options = shared | {"prefill_chunk_size": rng.choice([None, 4, 50, 1024])}
         comm: Any
+        layout: ShardLayout
         # Of every third model the weights are split, and of some of these they have fewer bits.
         sizes = [0, 0, 0, 0, *split_sizes(name, size)]
         tensor_parallel_size = rng.choice(sizes)
         weights = rng.choice([None, None, "int8", "int4"]) if tensor_parallel_size else None
         if tensor_parallel_size:
-            options["layout"] = draw_layout(rng, size // tensor_parallel_size, ROOM)
+            options["layout"] = layout = draw_layout(rng, size // tensor_parallel_size, ROOM)
             # Few ones, as every process keeps the models of all of them.
             unequal = (*range(size // tensor_parallel_size - 1), 3)
             shares = rng.choice([None, unequal])
@@ -70,13 +71,18 @@ class Conversation:
             hf.enable(model, **options)
             comm = hf.mesh(model).context_group
         else:
-            options["layout"] = draw_layout(rng, size, ROOM)
+            layout = draw_layout(rng, size, ROOM)
+            if rng.random() < 0.3:
+                shares = {name: draw_shares(rng, size) for name in ("cache", "prompt")}
+                options["shares"], layout = shares, BlockCyclic(size, shares=shares["cache"])
+            else:
+                options["layout"] = layout
             options["strategy"] = rng.choice(["auto", "all_gather", "butterfly", "three_allreduce"])
             options["prefill"] = rng.choice(["auto", "split", "split", "replicated"])
             comm = communicator(size)
             model = hf.enable(whole(name), comm, **options)
         cache_options = shared | {"growth": rng.choice([1, 5, 64, 1024])}
-        cached = hf.TreeCache(model.config, comm, options["layout"], **cache_options)
+        cached = hf.TreeCache(model.config, comm, layout, **cache_options)
         empty = torch.zeros(rng.choice([1, 2, 3]), 0, dtype=torch.long)
         return Conversation(
             name, size, model, comm, options, cache_options, cached, empty, empty, weights
@@ -108,6 +114,7 @@ class Conversation:
 
     def move(self, layout: ShardLayout) -> None:
         """Has the model go on with a cache that has this layout."""
+        self.options.pop("shares", None)  # which are not given together
         self.options["layout"] = layout
         hf.enable(self.model, None if self.is_split else self.comm, **self.options)
 

@@ -65,7 +65,7 @@ def repeat(session: Conversation, rng: Random) -> str:
 def branch(session: Conversation, rng: Random) -> str:
     """What is done to a copy does nothing to the cache that was copied."""
     kept = copy.copy(session)
-    layout = session.options["layout"]
+    layout = session.cache.shard.layout
     session.cache = copy.deepcopy(session.cache)
     said = forward(session, rng) + rng.choice([crop, reset, reorder, reshard])(session, rng)
     if rng.random() < 0.7:
@@ -90,7 +90,7 @@ def _of(session: Conversation, folder: str) -> str:
 
 def restore(session: Conversation, rng: Random) -> str:
     """The conversation goes on with what was saved, in another layout or size."""
-    layout = rng.choice([session.options["layout"], session.draw_layout(rng)])
+    layout = rng.choice([session.cache.shard.layout, session.draw_layout(rng)])
     options = session.cache_options | {
         "max_length": rng.choice([None, ROOM]),
         "growth": rng.choice([1, 64, 1024]),
