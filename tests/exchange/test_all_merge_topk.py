@@ -142,6 +142,31 @@ def test_disagreement_names_rank_and_field(rank: int, world_size: int) -> None:
     assert_same_bits(comm.all_merge_topk(scores, slots, topk=3), expected)
 
 
+@on_ranks(3)
+def test_a_change_after_equal_calls_is_found(rank: int, world_size: int) -> None:
+    """Equal calls repeat their messages without comparing; other shapes may have as many bytes."""
+    comm = Communicator(timeout=AMPLE)
+    every = torch.rand(world_size, 2, 5, generator=torch.Generator().manual_seed(0))
+    named = torch.arange(every.numel()).view_as(every).int()
+    expected = merge_topk(every, named, topk=3)
+    scores, slots = every[rank], named[rank]
+    changes: list[tuple[tuple[int, ...], int, str]] = [
+        ((2, 5), 4, "topk is 4 on rank 2, 3 on rank 0"),
+        ((5, 2), 3, r"shape of scores is \(5, 2\) on rank 2, \(2, 5\) on rank 0"),
+        ((10,), 3, r"shape of scores is \(10,\) on rank 2, \(2, 5\) on rank 0"),
+    ]
+    for shape, topk, message in changes:
+        for _ in range(4):
+            assert_same_bits(comm.all_merge_topk(scores, slots, topk=3), expected)
+        if rank < 2:
+            shape, topk = (2, 5), 3
+        with pytest.raises(ExchangeError, match=message):
+            comm.all_merge_topk(scores.view(shape), slots.view(shape), topk=topk)
+    if rank == 2:
+        time.sleep(0.5)  # late, and in time
+    assert_same_bits(comm.all_merge_topk(scores, slots, topk=3), expected)
+
+
 def one_is_wrong(rank: int, world_size: int) -> str:
     comm = Communicator(dist.new_group(range(world_size)), timeout=AMPLE)
     scores, slots = torch.ones(2, 5), torch.arange(10).view(2, 5).int()
