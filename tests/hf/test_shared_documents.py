@@ -134,6 +134,51 @@ def test_rows_are_answered_as_each_is_alone(cases: list[tuple[Kind, int, int]]) 
     same_on_all_ranks(run_ranks(_answered, cases[0][-1], cases, wanted, timeout=200.0))
 
 
+def _turns(name: str) -> list[Tensor]:
+    """What three rows have said after each of two turns behind one document, by transformers."""
+    model, generator = make_model(name), torch.Generator().manual_seed(3)
+    said = torch.randint(3, 97, (1, 41), generator=generator).expand(3, -1)
+    turns = list[Tensor]()
+    for count in (6, 7):
+        asked = torch.cat([said, torch.randint(3, 97, (3, count), generator=generator)], 1)
+        said = model.generate(asked, attention_mask=torch.ones_like(asked), **_SHORT)
+        turns += [asked, said]
+    return turns
+
+
+_SHORT: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+
+
+def _turn_after_turn(rank: int, world_size: int, wanted: dict[str, list[Tensor]]) -> None:
+    for (name, turns), is_split in product(wanted.items(), (False, True)):
+        if is_split and name == "BLOOM":
+            continue
+        for shares in ((1, 0, 2)[:world_size], (0, 0, 1)[-world_size:]):
+            model, layout = make_model(name), BlockCyclic(world_size, 4, shares)
+            if is_split:
+                model = hf.parallelize(model, shares=shares)
+            hf.enable(model, layout=layout)
+            with mock.patch.multiple(window, MARGIN=7, STEP=3), torch.no_grad():
+                cache = hf.TreeCache(model.config, layout=layout, growth=16)
+                model(turns[0][:1, :41], **{CACHE_NAME: cache}, logits_to_keep=1)
+                shared = cache.share(3)
+                for asked, said in zip(turns[::2], turns[1::2], strict=True):
+                    mask = torch.ones_like(asked)
+                    found = model.generate(
+                        asked, attention_mask=mask, **{CACHE_NAME: shared}, **_SHORT
+                    )
+                    assert torch.equal(found, said), (name, shares, is_split)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rows_go_on_for_a_second_turn(world_size: int) -> None:
+    """With unequal shares of keys and of weights, some of which are empty."""
+    names = ("llama", "gemma2", "deepseek", "BLOOM", "Qwen3-Next")
+    wanted = {name: _turns(name) for name in names}
+    run_ranks(_turn_after_turn, world_size, wanted, timeout=300.0)
+
+
 def _storages(*caches: hf.TreeCache) -> dict[int, int]:
     """The bytes of all memory in which caches hold keys and values, by its address."""
     buffers = list[Tensor]()
