@@ -104,6 +104,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
      "scores and slots must be on one device, got cpu and meta"),
     ({"topk": 0}, ValueError, "topk must be an integer from 1 to 2147483647, got 0"),
     ({"topk": True}, TypeError, "topk must be an integer from 1 to 2147483647, got True"),
+    ({"index_dtype": "bfloat16"}, TypeError,
+     "index_dtype must be a torch.dtype or None, got 'bfloat16'"),
     ({"timeout": 0}, ValueError, "timeout must be above 0"),
     ({"scores": torch.ones(2, 3).requires_grad_()}, RuntimeError,
      "scores and slots must not require a gradient"),
@@ -135,9 +137,9 @@ def test_disagreement_names_rank_and_field(rank: int, world_size: int) -> None:
     with pytest.raises(ExchangeError, match="call is all_reduce on rank 2, all_merge_topk on rank"):
         comm.all_reduce(scores) if last else comm.all_merge_topk(scores, slots, topk=3)
     dtype = torch.bfloat16 if last else torch.float32
-    message = r"index dtype is torch\.bfloat16 on rank 2, torch\.float32 on rank 0"
-    with pytest.raises(ExchangeError, match=message), comm.begin("all_merge_topk") as call:
-        comm.merge_topk(call, (("index dtype", dtype),), scores, slots, 3)
+    message = r"index_dtype is torch\.bfloat16 on rank 2, torch\.float32 on rank 0"
+    with pytest.raises(ExchangeError, match=message):
+        comm.all_merge_topk(scores, slots, topk=3, index_dtype=dtype)
     expected = merge_topk(scores.expand(3, 2, 5), slots.expand(3, 2, 5), topk=3)
     assert_same_bits(comm.all_merge_topk(scores, slots, topk=3), expected)
 
@@ -205,7 +207,7 @@ def test_compiles_into_one_graph(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=120.0)
 
     def step(scores: Tensor, slots: Tensor) -> Tensor:
-        scores, slots = all_merge_topk(scores, slots, comm, topk=3)
+        scores, slots = all_merge_topk(scores, slots, comm, topk=3, index_dtype=torch.float32)
         return torch.where(slots < 0, 0, slots) + 1
 
     scores, slots = torch.arange(5.0) + rank, torch.arange(5).int() + 10 * rank

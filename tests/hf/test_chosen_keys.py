@@ -28,8 +28,9 @@ from transformers import DynamicCache
 from generations import generated, greedy, left_padded
 from hf_families import CHOOSING, TOPK, VOCAB_SIZE, WORKING, Family, make_model
 from questions import DOCUMENT, answers_alone, ask, check_answers, questions_behind
+from rounded_caches import rounded_cache
 from tiers import tiers
-from tree_attention import BlockCyclic, hf
+from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import chosen_keys
 from tree_attention.hf.cache.snapshot.index import digest_of
@@ -173,6 +174,29 @@ def test_rows_that_share_a_document(rank: int, world_size: int, name: str, sente
     assert cache.get_seq_length() == DOCUMENT
 
 
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ("topk", f"topk is {TOPK - 1} on rank 1, {TOPK} on rank 0"),
+        ("all keys", "call is tree_decode on rank 1, all_merge_topk on rank 0"),
+        ("dtype", r"index_dtype is torch\.bfloat16 on rank 1, torch\.float32 on rank 0"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_whose_index_differs_are_told(
+    rank: int, world_size: int, change: str, says: str
+) -> None:
+    """In a forward pass; `generate` compares configurations before."""
+    topk = {"topk": TOPK - 1, "all keys": 1000}.get(change, TOPK)
+    model = _model(index_topk=topk if rank else TOPK)
+    if change == "dtype" and rank == 1:
+        model = model.bfloat16()
+    hf.enable(model)
+    cache, ids = hf.TreeCache(model.config), _prompt()["input_ids"]
+    with torch.no_grad(), pytest.raises(ExchangeError, match=says):
+        model(ids, **{CACHE_NAME: cache})
+
+
 def test_more_keys_than_the_cache_has_room_for() -> None:
     model = _model(index_topk=100)
     tokens = _tokens(model)
@@ -207,6 +231,68 @@ def test_index_keys_keep_their_dtype_beside_8_bits(kv_dtype: str, tmp_path: Path
     loaded = hf.TreeCache.load(tmp_path, model.config, kv_dtype=kv_dtype)
     for layer, same in zip(loaded.layers, plain.layers, strict=True):
         assert torch.equal(layer.index_keys[:, :, :LENGTH], same.index_keys[:, :, :LENGTH])
+
+
+def _say_in_fp8(rank: int, world_size: int, said: Any, rows: list[Tensor]) -> None:
+    layout = BlockCyclic(world_size, 4)
+    model = hf.enable(_model(), layout=layout)
+    cache = hf.TreeCache(model.config, layout=layout, kv_dtype="fp8")
+    tokens, logits, _ = generated(model, _prompt(), **greedy(NUM_TOKENS), **{CACHE_NAME: cache})
+    assert torch.equal(tokens, said[0])
+    # Sums in another order round a number in a thousand to the fp8 number next to it, which is up
+    # to an eighth away: it shows in the logits of the steps that choose its row, and in no others.
+    error = (logits - said[1]).abs().amax((1, 2))
+    assert error.median() < said[2] / 100
+    for layer, expected in zip(cache.layers, rows, strict=True):
+        slots = layout.local_slots(rank, 0, expected.shape[2])
+        found = layer.key_rows[:, :, : len(slots)].float() * layer.k_scale[:, :, : len(slots), None]
+        differs = (found - expected[:, :, slots]).abs() > 1e-4 * expected.abs().max()
+        assert differs.float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("world_size", tiers([2], [1, 3]))
+def test_latents_of_fp8(world_size: int) -> None:
+    model = _model()
+    cache = rounded_cache(model.config, "fp8")
+    said = generated(model, _prompt(), **greedy(NUM_TOKENS), **{CACHE_NAME: cache})
+    rows = [torch.cat((layer.keys, layer.values), dim=3) for layer in cache.layers]
+    run_ranks(_say_in_fp8, world_size, said, rows)
+
+
+def _with_assistants(rank: int, world_size: int, name: str, tokens: Tensor) -> None:
+    layout = BlockCyclic(world_size, 4)
+    model = hf.enable(make_model(CHOOSING[name]), layout=layout)
+    helper = make_model(CHOOSING[M3 if name == V32 else V32])
+    for assistant in (helper, hf.enable(copy.deepcopy(helper), layout=layout)):
+        found = model.generate(**_prompt(), **greedy(NUM_TOKENS), assistant_model=assistant)
+        assert torch.equal(found, tokens)
+
+
+@pytest.mark.parametrize("world_size", tiers([2], [1, 3]))
+@pytest.mark.parametrize("name", [V32, M3])
+def test_assistants_that_choose_their_keys(name: str, world_size: int) -> None:
+    """Candidates that are refused are taken back, with the keys of the index."""
+    tokens, *_ = generated(make_model(CHOOSING[name]), _prompt(), **greedy(NUM_TOKENS))
+    run_ranks(_with_assistants, world_size, name, tokens)
+
+
+def _read_in_8_bits(rank: int, world_size: int, path: Path, said: Any) -> None:
+    for size in (1, world_size):
+        model = hf.from_pretrained(path, tensor_parallel_size=size, weights="int8")
+        found = generated(model, _prompt(), **greedy(NUM_TOKENS))
+        assert torch.equal(found[0], said[0])
+        assert (found[1] - said[1]).abs().max() < said[2] / 5
+        for indexer in (x.indexer for x in model.modules() if getattr(x, "indexer", None)):
+            assert all(x.dtype == torch.float32 for x in indexer.parameters())
+
+
+@pytest.mark.parametrize("name", [V32, M3])
+def test_weights_of_8_bits(name: str, tmp_path: Path) -> None:
+    """Those of the index are not quantised, with which other keys would be chosen."""
+    model = make_model(CHOOSING[name])
+    model.save_pretrained(tmp_path)
+    said = generated(hf.from_pretrained(tmp_path, weights="int8"), _prompt(), **greedy(NUM_TOKENS))
+    run_ranks(_read_in_8_bits, 2, tmp_path, said)
 
 
 def test_index_keys_are_counted() -> None:

@@ -148,15 +148,33 @@ class Communicator:
             return self.merge(call, (), state, exchange, explain=explain)
 
     def all_merge_topk(
-        self, scores: Tensor, slots: Tensor, *, topk: int, timeout: Timeout = None
+        self,
+        scores: Tensor,
+        slots: Tensor,
+        *,
+        topk: int,
+        index_dtype: torch.dtype | None = None,
+        timeout: Timeout = None,
     ) -> tuple[Tensor, Tensor]:
         """`tree_attention.all_merge_topk` over this communicator."""
         op = "all_merge_topk"
         with self.begin(op, timeout) as call:
-            topk = check_choice(op, scores, slots, topk)
+            topk = check_choice(op, scores, slots, topk, index_dtype)
             if self.world_size == 1:
                 return merge_topk(scores[None], slots[None], topk=topk)
-            return self.merge_topk(call, (), scores, slots, topk)
+            entries = torch.stack((scores.view(torch.int32), slots))[None]
+            counts = (1,) * self.world_size
+            gathered = call.run(
+                (
+                    ("topk", topk),
+                    ("index_dtype", index_dtype),
+                    ("shape of scores", tuple(scores.shape)),
+                    ("device", scores.device.type),
+                ),
+                lambda deadline: self.gather(entries, counts, 0, deadline),
+                scores.device,
+            )
+            return merge_topk(gathered[:, 0].view(torch.float32), gathered[:, 1], topk=topk)
 
     def all_reduce(
         self, x: Tensor, *, payload_dtype: torch.dtype | None = None, timeout: Timeout = None
@@ -414,31 +432,6 @@ class Communicator:
             # After the call: it is the caller's stream, which may be closed.
             print(self._resources.explanation(layout, device, options), flush=True)
         return outputs
-
-    def merge_topk(
-        self,
-        call: "Call",
-        signature: Signature,
-        scores: Tensor,
-        slots: Tensor,
-        topk: int,
-        queries: Sequence[Tensor] = (),
-    ) -> tuple[Tensor, Tensor]:
-        """Merges all ranks' choices as `call`; the fields of `signature` must be equal on all."""
-        entries = torch.stack((scores.view(torch.int32), slots))[None]
-        counts = (1,) * self.world_size
-        gathered = call.run(
-            (
-                *signature,
-                ("shape of scores", tuple(scores.shape)),
-                ("topk", topk),
-                ("device", scores.device.type),
-            ),
-            lambda deadline: self.gather(entries, counts, 0, deadline),
-            scores.device,
-            queries=queries,
-        )
-        return merge_topk(gathered[:, 0].view(torch.float32), gathered[:, 1], topk=topk)
 
     def fields(
         self, layout: StateLayout, options: ExchangeOptions, device: torch.device

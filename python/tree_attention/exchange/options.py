@@ -151,9 +151,13 @@ def check_state(op: str, o: Tensor, lse: Tensor) -> None:
     _check_state_dtype(op, "o", o.dtype)
 
 
-def check_choice(op: str, scores: Tensor, slots: Tensor, topk: int) -> int:
+def check_choice(
+    op: str, scores: Tensor, slots: Tensor, topk: int, index_dtype: torch.dtype | None
+) -> int:
     """The topk of a call of `op` with the choice of this rank."""
     topk = integer(op, "topk", topk, 1, MAX_TOPK)
+    if not (index_dtype is None or isinstance(index_dtype, torch.dtype)):
+        raise TypeError(f"{op}: index_dtype must be a torch.dtype or None, got {index_dtype!r}")
     _check_inputs(op, scores=scores, slots=slots)
     is_right = scores.dtype == torch.float32 and slots.dtype == torch.int32
     if not is_right or scores.dim() == 0 or scores.shape != slots.shape:

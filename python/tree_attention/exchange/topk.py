@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,8 +20,8 @@ def _fake(
 
 
 @collective(
-    "(Tensor scores, Tensor slots, str? group=None, *, int topk, float? timeout=None) "
-    "-> (Tensor scores, Tensor slots)",
+    "(Tensor scores, Tensor slots, str? group=None, *, int topk, ScalarType? index_dtype=None, "
+    "float? timeout=None) -> (Tensor scores, Tensor slots)",
     _fake,
 )
 def all_merge_topk(
@@ -29,6 +30,7 @@ def all_merge_topk(
     group: dist.ProcessGroup | Communicator | None = None,
     *,
     topk: int,
+    index_dtype: torch.dtype | None = None,
     timeout: Timeout = None,
 ) -> tuple[Tensor, Tensor]:
     """An all-reduce of choices of keys whose operation is `merge_topk`.
@@ -45,6 +47,8 @@ def all_merge_topk(
         slots: int32 of the same shape, any strides: global slots, or -1 where there is no entry.
         group: process group or `Communicator`, default the world, of one without torch.distributed.
         topk: number of entries of the result, the same on every rank.
+        index_dtype: dtype of the queries and keys that were scored, which ranks compare: keys that
+            are rounded otherwise on one rank would be chosen otherwise. None: not said.
         timeout: as in `all_merge_states`.
 
     Returns:
@@ -53,7 +57,7 @@ def all_merge_topk(
     Raises:
         ValueError: shapes, dtypes or topk break the rules above. This rank sent nothing; ranks
             whose arguments were right raise ExchangeError at their timeout.
-        TypeError: scores or slots is no tensor, or topk or timeout no number.
+        TypeError: scores or slots is no tensor, topk or timeout no number, or index_dtype no dtype.
         RuntimeError: a gradient is required. This rank sent nothing.
         ExchangeError: a rank was lost, stalled, or called with other arguments; or another thread
             uses the group (see `Communicator`).
@@ -69,4 +73,6 @@ def all_merge_topk(
         scores, slots = index_topk(q, k, torch.rand(1, 8, 1), topk=4)
         print(torch.equal(all_merge_topk(scores, slots, topk=4)[1], slots))  # True
     """
-    return get_communicator(group).all_merge_topk(scores, slots, topk=topk, timeout=timeout)
+    return get_communicator(group).all_merge_topk(
+        scores, slots, topk=topk, index_dtype=index_dtype, timeout=timeout
+    )

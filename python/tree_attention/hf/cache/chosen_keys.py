@@ -233,7 +233,12 @@ class IndexQuery:
             )
             if shard.world_size > 1:
                 _, slots = all_merge_topk(
-                    scores, slots, shard.comm, topk=topk, timeout=shard.timeout
+                    scores,
+                    slots,
+                    shard.comm,
+                    topk=topk,
+                    index_dtype=keys.dtype,
+                    timeout=shard.timeout,
                 )
             rows = shard.layout.local_rows(shard.rank, slots, block)
             if block > 1:  # of the last block a query sees but a part
