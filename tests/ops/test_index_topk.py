@@ -133,12 +133,12 @@ def test_error_of_scores(
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize("num_heads", [3, 16, 64])
+@pytest.mark.parametrize("num_heads, head_dim", [(3, 96), (7, 128), (16, 96), (64, 96)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_a_score_depend_on_query_weights_and_key_alone(
-    dtype: torch.dtype, num_heads: int, weighted: bool, instruction_set: str
+    dtype: torch.dtype, num_heads: int, head_dim: int, weighted: bool, instruction_set: str
 ) -> None:
-    seqlen_k, head_dim = 205, 96
+    seqlen_k = 205
     q = normal(2, num_heads, 3, head_dim, seed=1).to(dtype)
     k = normal(2, 1, seqlen_k, head_dim, seed=2).to(dtype)
     weights = normal(2, num_heads, 3, seed=3) if weighted else None

@@ -13,6 +13,7 @@
 #include "common/dtype.h"
 #include "common/rows.h"
 #include "cpu/bf16/elements.h"
+#include "cpu/bf16/key_dots.h"
 #include "cpu/bf16/pairs.h"
 #include "cpu/vector/attention.h"
 #include "cpu/vector/keys.h"
@@ -23,107 +24,6 @@
 
 namespace tree_attention::cpu {
 namespace {
-
-// The sums of the lanes of four vectors.
-inline __m128 sum_lanes(const Vec (&x)[4]) {
-  const Vec ab = add_halves(x[0], x[1]), cd = add_halves(x[2], x[3]);
-  const Vec quarters = add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  const __m256 halves =
-      _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
-}
-
-// x times -1/2, in sums of its lanes.
-inline Vec minus_half(__m512i x, Vec sum) {
-  return dot(x, _mm512_set1_epi32(static_cast<int>(0xbf00bf00u)), sum);
-}
-
-// scores [kRows, kStepKeys] = q times `count` keys of kPieces * 64 elements. The queries stay in
-// registers. kHalf: elements exceed the true ones by 1/2.
-template <int kRows, int kPieces, bool kHalf, typename T, typename Ahead>
-__attribute__((noinline)) void score_whole_keys(const T* const* k, int count, const BFloat16* q,
-                                                float* scores, const Ahead* ahead) {
-  const DotLoader<T> loader;
-  __m512i of_row[kRows][2 * kPieces];
-  Vec none[4] = {zero(), zero(), zero(), zero()};
-  for (int row = 0; row < kRows; ++row) {
-    for (int i = 0; i < 2 * kPieces; ++i) {
-      of_row[row][i] = _mm512_loadu_si512(q + row * kPieces * kDotElements + i * kHalfElements);
-      if constexpr (kHalf) none[row] = minus_half(of_row[row][i], none[row]);
-    }
-  }
-  alignas(16) float by_key[kStepKeys][4];
-  for (int key = 0; key < count; ++key) {
-    if (ahead != nullptr) ahead->fetch_key(key);
-    Vec sums[4] = {none[0], none[1], none[2], none[3]};
-    for (int piece = 0; piece < kPieces; ++piece) {
-      __m512i x[2];
-      loader(k[key] + piece * kDotElements, x);
-      for (int half = 0; half < 2; ++half) {
-        for (int row = 0; row < kRows; ++row) {
-          sums[row] = dot(of_row[row][2 * piece + half], x[half], sums[row]);
-        }
-      }
-    }
-    _mm_store_ps(by_key[key], sum_lanes(sums));
-  }
-  for (int key = 0; key < count; key += 4) {
-    __m128 x[4];
-    for (int i = 0; i < 4; ++i) x[i] = _mm_load_ps(by_key[key + i]);
-    _MM_TRANSPOSE4_PS(x[0], x[1], x[2], x[3]);
-    for (int row = 0; row < kRows; ++row) _mm_storeu_ps(scores + row * kStepKeys + key, x[row]);
-  }
-}
-
-// The same for rows of any length, four keys at a time.
-template <int kRows, bool kHalf, typename T, typename Ahead>
-inline void score_key_blocks(const T* const* k, int count, const BFloat16* q, int64_t head_dim,
-                             float* scores, const Ahead* ahead) {
-  const DotLoader<T> loader;
-  const int64_t stride = dot_stride(head_dim);
-  Vec none[kRows];
-  for (int row = 0; row < kRows; ++row) {
-    none[row] = zero();
-    for (int64_t d = 0; kHalf && d < stride; d += kHalfElements) {
-      none[row] = minus_half(_mm512_loadu_si512(q + row * stride + d), none[row]);
-    }
-  }
-  for (int first = 0; first < count; first += kKeyBlock) {
-    Vec sums[kRows][kKeyBlock];
-    for (int row = 0; row < kRows; ++row) {
-      for (int key = 0; key < kKeyBlock; ++key) sums[row][key] = none[row];
-    }
-    for_pieces(head_dim, loader, [&](int64_t d, const auto& load_keys) {
-      __m512i x[kKeyBlock][2];
-      for (int key = 0; key < kKeyBlock; ++key) {
-        if (ahead != nullptr && d == 0) ahead->fetch_key(first + key);
-        load_keys(k[first + key] + d, x[key]);
-      }
-      for (int half = 0; half < 2; ++half) {
-        for (int row = 0; row < kRows; ++row) {
-          const __m512i of_row = _mm512_loadu_si512(q + row * stride + d + half * kHalfElements);
-          for (int key = 0; key < kKeyBlock; ++key) {
-            sums[row][key] = dot(of_row, x[key][half], sums[row][key]);
-          }
-        }
-      }
-    });
-    store_sums<kRows>(sums, scores + first, kStepKeys);
-  }
-}
-
-// scores [kRows, kStepKeys] = q [kRows, dot_stride(head_dim)] times `count` keys.
-template <int kRows, bool kHalf, typename T, typename Ahead>
-inline void score_dots(const T* const* k, int count, const BFloat16* q, int64_t head_dim,
-                       float* scores, const Ahead* ahead) {
-  if (head_dim == kDotElements) {
-    score_whole_keys<kRows, 1, kHalf>(k, count, q, scores, ahead);
-  } else if (head_dim == 2 * kDotElements) {
-    score_whole_keys<kRows, 2, kHalf>(k, count, q, scores, ahead);
-  } else {
-    score_key_blocks<kRows, kHalf>(k, count, q, head_dim, scores, ahead);
-  }
-}
 
 inline Vec widen(__m256i x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
@@ -294,11 +194,12 @@ class PairAttention : RowsAttention<T> {
       if constexpr (kIsScaled<T>) {
         if (packed) {
           score_dots<kRows, kHalf>(converted, step.count, q, dot_stride(p_.head_dim), scores,
-                                   ahead_of(row));
+                                   kStepKeys, ahead_of(row));
           return;
         }
       }
-      score_dots<kRows, kHalf>(step.k, step.count, q, p_.head_dim, scores, ahead_of(row));
+      score_dots<kRows, kHalf>(step.k, step.count, q, p_.head_dim, scores, kStepKeys,
+                               ahead_of(row));
     });
     float rescale[kMaxRows];
     this->weigh_rows(row_begin, row_end, key, step, score_scale(p_), rescale);

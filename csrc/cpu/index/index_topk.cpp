@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "common/rows.h"
@@ -287,14 +288,24 @@ class Launch {
     return heads;
   }
 
-  const void* key(int64_t batch, int64_t key) const {
-    int64_t sequence = batch, row = key;
-    if (p_.page_table != nullptr) {
-      sequence = p_.page_table[batch * p_.page_table_stride + key / p_.page_size];
-      row = key % p_.page_size;
+  // Makes `tile` that of `keys`, of those up to `end`.
+  void locate(int64_t batch, KeyRange keys, int64_t end, ScoreTile& tile) const {
+    constexpr int64_t kMost = std::extent_v<decltype(tile.keys)>;
+    const auto size = static_cast<int64_t>(element_size(p_.dtype));
+    const int64_t count = std::min(end - keys.begin, kMost);
+    for (int64_t n = 0; n < count;) {
+      int64_t sequence = batch, row = keys.begin + n, run_end = count;
+      if (p_.page_table != nullptr) {
+        sequence = p_.page_table[batch * p_.page_table_stride + row / p_.page_size];
+        row %= p_.page_size;
+        run_end = std::min(count, n + p_.page_size - row);
+      }
+      const char* key = static_cast<const char*>(p_.k) +
+                        (sequence * p_.k_stride[0] + row * p_.k_stride[1]) * size;
+      for (; n < run_end; ++n, key += p_.k_stride[1] * size) tile.keys[n] = key;
     }
-    const int64_t element = sequence * p_.k_stride[0] + row * p_.k_stride[1];
-    return static_cast<const char*>(p_.k) + element * element_size(p_.dtype);
+    std::fill(tile.keys + count, tile.keys + kMost, tile.keys[count - 1]);
+    tile.count = static_cast<int>(keys.end - keys.begin);
   }
 
   void run_unit(const Unit& unit) {
@@ -318,15 +329,14 @@ class Launch {
       kernels_.prepare(heads[i], memory.get() + i * query_bytes);
     }
     const KeyRange keys = keys_of(unit);
+    ScoreTile tile;
     for (int64_t begin = keys.begin; begin < keys.end; begin += ScoreTile::kKeys) {
       const int64_t end = std::min(keys.end, begin + ScoreTile::kKeys);
       for (int64_t i = 0; i < unit.num_tokens; ++i) {
         const int64_t first = std::max(begin, ranges[i].begin);
         const int64_t last = std::min(end, ranges[i].end);
         if (first >= last) continue;
-        ScoreTile tile;
-        tile.count = static_cast<int>(last - first);
-        for (int n = 0; n < tile.count; ++n) tile.keys[n] = key(unit.batch, first + n);
+        locate(unit.batch, {first, last}, ranges[i].end, tile);
         kernels_.score(heads[i], memory.get() + i * query_bytes, tile, scratch, scores);
         for (int64_t c = 0; c < choices; ++c) {
           readers[i * choices + c].read(scores + c * ScoreTile::kKeys, first, tile.count);

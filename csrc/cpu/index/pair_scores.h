@@ -11,6 +11,8 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "cpu/bf16/elements.h"
+#include "cpu/bf16/key_dots.h"
 #include "cpu/bf16/pairs.h"
 #include "cpu/index/scores.h"
 #include "cpu/index/vector_scores.h"
@@ -19,49 +21,19 @@
 namespace tree_attention::cpu {
 namespace {
 
-constexpr int kPairLanes = 2 * kLanes;
 // With up to so many heads, lanes over head_dim take less time: half as much with four heads.
 constexpr int64_t kFewHeads = 8;
 // Keys that meet one or two vectors of heads at a time: their sums wait for six cycles each.
 constexpr int kKeysOfHeads = 8;
-constexpr int kAheadBytes = 4096;  // from the key at hand to what is fetched
-
-// products [kRows, kKeyBlock], kTileColumns apart, of rows of head_dim elements, a multiple of
-// kPairLanes: a loop for a tail would spill the sums.
-template <int kRows>
-inline void multiply_pairs(const BFloat16* q, const BFloat16* const* keys, int64_t head_dim,
-                           float* products) {
-  Vec sums[kRows][kKeyBlock];
-  for (auto& row : sums) {
-    for (Vec& sum : row) sum = zero();
-  }
-  for (int64_t d = 0; d < head_dim; d += kPairLanes) {
-    __m512i k[kKeyBlock];
-    for (int key = 0; key < kKeyBlock; ++key) {
-      __builtin_prefetch(reinterpret_cast<const char*>(keys[key] + d) + kAheadBytes);
-      k[key] = _mm512_loadu_si512(keys[key] + d);
-    }
-    for (int row = 0; row < kRows; ++row) {
-      const __m512i x = _mm512_loadu_si512(q + row * head_dim + d);
-      for (int key = 0; key < kKeyBlock; ++key) sums[row][key] = dot(x, k[key], sums[row][key]);
-    }
-  }
-  store_sums<kRows>(sums, products, kTileColumns);
-}
-
-// Fetches the row that lies kAheadBytes after `key`.
-inline void fetch_ahead(const BFloat16* key, int64_t head_dim) {
-  const char* const ahead = reinterpret_cast<const char*>(key) + kAheadBytes;
-  for (int64_t byte = 0; byte < 2 * head_dim; byte += 64) __builtin_prefetch(ahead + byte);
-}
 
 // Words of pairs, of which the last one of an odd head_dim has one element.
 inline int64_t pairs_of(int64_t head_dim) { return (head_dim + 1) / 2; }
 
-// sums [kVecs, kKeysOfHeads], lanes over heads: q [kVecs, pairs, kLanes] times keys.
-template <int kVecs>
+// sums [kVecs, kKeysOfHeads], lanes over heads: q [kVecs, pairs, kLanes] times keys. fetch(i) is
+// called for each of the keys.
+template <int kVecs, typename Fetch>
 inline void multiply_heads(const uint32_t* q, int64_t head_dim, const BFloat16* const* keys,
-                           Vec (&sums)[kVecs][kKeysOfHeads]) {
+                           Vec (&sums)[kVecs][kKeysOfHeads], const Fetch& fetch) {
   const int64_t pairs = pairs_of(head_dim);
   for (auto& vec : sums) {
     for (Vec& sum : vec) sum = zero();
@@ -77,8 +49,13 @@ inline void multiply_heads(const uint32_t* q, int64_t head_dim, const BFloat16* 
       for (int vec = 0; vec < kVecs; ++vec) sums[vec][key] = dot(x[vec], word, sums[vec][key]);
     }
   };
-  for (int64_t pair = 0; pair < head_dim / 2; ++pair) {
-    accumulate(pair, [](const BFloat16* p, __m512i& x) { x = broadcast_pair(p); });
+  const int64_t whole_pairs = head_dim / 2;
+  int64_t pair = 0;
+  for (int key = 0; key < kKeysOfHeads; ++key) {
+    fetch(key);
+    for (const int64_t end = whole_pairs * (key + 1) / kKeysOfHeads; pair < end; ++pair) {
+      accumulate(pair, [](const BFloat16* p, __m512i& x) { x = broadcast_pair(p); });
+    }
   }
   if (head_dim % 2 == 1) {
     accumulate(pairs - 1, [](const BFloat16* p, __m512i& x) { x = _mm512_set1_epi32(p->bits); });
@@ -87,13 +64,13 @@ inline void multiply_heads(const uint32_t* q, int64_t head_dim, const BFloat16* 
 
 struct PairScores {
   static bool takes(const IndexHeads& heads) { return heads.dtype == DataType::kBFloat16; }
-  static bool has_few_heads(const IndexHeads& heads) {
-    return heads.num_heads <= kFewHeads && heads.head_dim % kPairLanes == 0;
-  }
+  static bool has_few_heads(const IndexHeads& heads) { return heads.num_heads <= kFewHeads; }
   static int64_t vecs(const IndexHeads& heads) { return (heads.num_heads + kLanes - 1) / kLanes; }
   static size_t query_bytes(const IndexHeads& heads) {
     if (!takes(heads)) return VectorScores::query_bytes(heads);
-    if (has_few_heads(heads)) return heads.num_heads * heads.head_dim * sizeof(BFloat16);
+    if (has_few_heads(heads)) {
+      return heads.num_heads * dot_stride(heads.head_dim) * sizeof(BFloat16);
+    }
     // and the weights, padded with zeros
     return vecs(heads) * (pairs_of(heads.head_dim) + 1) * kLanes * sizeof(uint32_t);
   }
@@ -112,7 +89,8 @@ struct PairScores {
     for (int64_t head = 0; head < heads.num_heads; ++head) {
       const BFloat16* const row = from + head * heads.q_stride;
       if (has_few_heads(heads)) {
-        __builtin_memcpy(to + head * heads.head_dim, row, heads.head_dim * sizeof(BFloat16));
+        __builtin_memcpy(to + head * dot_stride(heads.head_dim), row,
+                         heads.head_dim * sizeof(BFloat16));
         continue;
       }
       BFloat16* const lane = to + 2 * (head / kLanes * pairs * kLanes + head % kLanes);
@@ -141,23 +119,35 @@ struct PairScores {
   }
 
  private:
-  static const BFloat16* key(const ScoreTile& tile, int i) {
-    return static_cast<const BFloat16*>(tile.keys[i < tile.count ? i : tile.count - 1]);
+  // keys = those of the tile from `first` on.
+  template <int kCount>
+  static void take_keys(const ScoreTile& tile, int first, const BFloat16* (&keys)[kCount]) {
+    for (int i = 0; i < kCount; ++i) keys[i] = static_cast<const BFloat16*>(tile.keys[first + i]);
   }
 
+  // Nothing is fetched: keys are read in the order of memory, which caches follow by themselves.
   static void score_few_heads(const IndexHeads& heads, const void* query, const ScoreTile& tile,
                               void* scratch, float* scores) {
+    constexpr const LinesAhead<BFloat16>* kNothing = nullptr;
     const auto* const q = static_cast<const BFloat16*>(query);
     auto* const products = static_cast<float*>(scratch);
-    for (int first = 0; first < tile.count; first += kKeyBlock) {
-      const BFloat16* keys[kKeyBlock];
-      for (int i = 0; i < kKeyBlock; ++i) keys[i] = key(tile, first + i);
+    for (int first = 0; first < tile.count; first += kStepKeys) {
+      const int count = tile.count - first < kStepKeys ? tile.count - first : kStepKeys;
+      const BFloat16* keys[kStepKeys];
+      take_keys(tile, first, keys);
       for_row_blocks(0, heads.num_heads, [&]<int kRows>(int64_t head) {
-        multiply_pairs<kRows>(q + head * heads.head_dim, keys, heads.head_dim,
-                              products + head * kTileColumns + first);
+        score_dots<kRows, false>(keys, count, q + head * dot_stride(heads.head_dim), heads.head_dim,
+                                 products + head * kTileColumns + first, kTileColumns, kNothing);
       });
     }
     finish_scores(heads, tile.count, products, scores);
+  }
+
+  // Line after line: products read pairs of several keys in turn, which caches do not follow.
+  __attribute__((always_inline)) static void fetch_key(const void* key, int64_t head_dim) {
+    for (int64_t byte = 0; byte < 2 * head_dim; byte += kLineBytes) {
+      __builtin_prefetch(static_cast<const char*>(key) + byte);
+    }
   }
 
   // Vectors [vec, vec + kVecs) of heads: adds what they weigh to sums [keys, kLanes], or stores
@@ -170,12 +160,12 @@ struct PairScores {
     const auto* const weights = reinterpret_cast<const float*>(q + vecs(heads) * pairs * kLanes);
     for (int first = 0; first < tile.count; first += kKeysOfHeads) {
       const BFloat16* keys[kKeysOfHeads];
-      for (int i = 0; i < kKeysOfHeads; ++i) {
-        keys[i] = key(tile, first + i);
-        if (vec == 0) fetch_ahead(keys[i], heads.head_dim);
-      }
+      take_keys(tile, first, keys);
+      const void* const* const ahead = tile.keys + first + ScoreTile::kAhead;
       Vec products[kVecs][kKeysOfHeads];
-      multiply_heads<kVecs>(q + vec * pairs * kLanes, heads.head_dim, keys, products);
+      multiply_heads<kVecs>(q + vec * pairs * kLanes, heads.head_dim, keys, products, [&](int i) {
+        if (vec == 0) fetch_key(ahead[i], heads.head_dim);
+      });
       for (int i = 0; i < kKeysOfHeads; ++i) {
         float* const place = sums + (first + i) * kLanes;
         if (heads.weights == nullptr) {

@@ -24,10 +24,12 @@ struct IndexHeads {
 };
 
 struct ScoreTile {
-  static constexpr int kKeys = 64;
+  static constexpr int kKeys = 64, kAhead = 16;
 
   int count;
-  const void* keys[kKeys];  // of the dtype of q; count of them
+  // Of the dtype of q. Behind `count` of them lie some that the next tile has, as far as there are
+  // any, and then the last one again: they may be read, and fetched.
+  const void* keys[kKeys + kAhead];
 };
 
 struct ScoreKernels {

@@ -108,8 +108,7 @@ struct VectorScores {
     with_dtype(heads.dtype, [&]<typename T>() {
       for (int key = 0; key < tile.count; key += kKeyBlock) {
         for (int i = 0; i < kKeyBlock; ++i) {
-          const int from = key + i < tile.count ? key + i : tile.count - 1;
-          widen_row(static_cast<const T*>(tile.keys[from]), heads.head_dim, keys + i * stride);
+          widen_row(static_cast<const T*>(tile.keys[key + i]), heads.head_dim, keys + i * stride);
         }
         for_row_blocks(0, heads.num_heads, [&]<int kRows>(int64_t head) {
           multiply_block<kRows>(q + head * stride, keys, stride,
