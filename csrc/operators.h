@@ -19,26 +19,22 @@
 namespace tree_attention {
 
 template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeParams&),
-          void (*launch_ranges)(const RangeParams&), typename... Args>
-struct DecodeOperators {
-  static std::tuple<at::Tensor, at::Tensor> run(Args... inputs) {
-    const DecodeArgs args{inputs...};
-    const c10::DeviceGuard guard(args.q.device());
+          void (*launch_ranges)(const RangeParams&)>
+struct DecodeCalls {
+  static std::tuple<at::Tensor, at::Tensor> run(const DecodeArgs& args) {
     if (!has_several_ranges(args)) return run_range(args);
-    const RangeParts parts(args);
+    const at::ScalarType result_dtype = args.out_dtype.value_or(args.q.scalar_type());
+    const RangeParts parts(args, result_dtype);
     if (!parts.are_several()) return run_range(parts.call());
     const auto [o, lse] = run_parts(parts);
-    const MergeCall merge = prepare_merge(parts.by_range(o), parts.by_range(lse),
-                                          args.out_dtype.value_or(args.q.scalar_type()));
+    const MergeCall merge = prepare_merge(parts.by_range(o), parts.by_range(lse), result_dtype);
     launch_merge(merge.params);
     return {merge.o, merge.lse};
   }
 
-  static void run_out(Args... inputs, at::Tensor& o, at::Tensor& lse) {
-    const DecodeArgs args{inputs...};
-    const c10::DeviceGuard guard(args.q.device());
+  static void run_out(const DecodeArgs& args, const at::Tensor& o, const at::Tensor& lse) {
     if (!has_several_ranges(args)) return run_range_out(args, o, lse);
-    const RangeParts parts(args);
+    const RangeParts parts(args, o.scalar_type());
     if (!parts.are_several()) return run_range_out(parts.call(), o, lse);
     DecodeParams unused{};
     set_outputs(unused, args, o, lse);
@@ -74,18 +70,38 @@ struct DecodeOperators {
   }
 };
 
+template <typename Calls, typename... Args>
+struct DecodeOperators {
+  static std::tuple<at::Tensor, at::Tensor> run(Args... inputs) {
+    const DecodeArgs args{inputs...};
+    const c10::DeviceGuard guard(args.q.device());
+    return Calls::run(args);
+  }
+
+  static void run_out(Args... inputs, at::Tensor& o, at::Tensor& lse) {
+    const DecodeArgs args{inputs...};
+    const c10::DeviceGuard guard(args.q.device());
+    Calls::run_out(args, o, lse);
+  }
+};
+
 // Raises what the operators above would, before anything is allocated or written. `check` refuses
 // what the backend does not take.
+template <void (*check)(const DecodeParams&)>
+void check_arguments(const DecodeArgs& args) {
+  if (has_several_ranges(args)) {
+    check_each_range(args, check);
+  } else {
+    check(check_inputs(args));
+  }
+}
+
 template <void (*check)(const DecodeParams&), typename... Args>
 struct DecodeCheck {
   static void run(Args... inputs) {
     const DecodeArgs args{inputs...};
     const c10::DeviceGuard guard(args.q.device());
-    if (has_several_ranges(args)) {
-      check_each_range(args, check);
-    } else {
-      check(check_inputs(args));
-    }
+    check_arguments<check>(args);
   }
 };
 
@@ -97,9 +113,9 @@ using PassedAs = std::conditional_t<
 
 template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeParams&),
           void (*launch_ranges)(const RangeParams&)>
-using LeanDecode = DecodeOperators<launch, launch_merge,
-                                   launch_ranges TREE_ATTENTION_DECODE_ARGUMENTS(
-                                       TREE_ATTENTION_PASSED, TREE_ATTENTION_PASSED)>;
+using LeanDecode = DecodeOperators<
+    DecodeCalls<launch, launch_merge, launch_ranges> TREE_ATTENTION_DECODE_ARGUMENTS(
+        TREE_ATTENTION_PASSED, TREE_ATTENTION_PASSED)>;
 
 template <void (*check)(const DecodeParams&)>
 using CheckDecode = DecodeCheck<check TREE_ATTENTION_DECODE_ARGUMENTS(TREE_ATTENTION_PASSED,

@@ -151,6 +151,12 @@ at::ScalarType out_dtype(const DecodeArgs& args) {
   return args.out_dtype.value_or(args.q.scalar_type());
 }
 
+void set_output_dtypes(DecodeParams& params, const DecodeArgs& args, at::ScalarType dtype,
+                       const char* argument) {
+  params.out_dtype = data_type(dtype, kOp, argument);
+  params.result_dtype = data_type(args.result_dtype.value_or(dtype), kOp, argument);
+}
+
 }  // namespace
 
 DecodeParams check_inputs(const DecodeArgs& args) {
@@ -174,7 +180,7 @@ DecodeParams check_inputs(const DecodeArgs& args) {
   kCheck.to_int32("seqlen_k", params.seqlen_k);  // key_ranges are int32
   check_key_ranges(params, args);
   check_scores(params, args);
-  params.out_dtype = data_type(out_dtype(args), kOp, "out_dtype");
+  set_output_dtypes(params, args, out_dtype(args), "out_dtype");
   CHECK_ARG(args.num_workers >= -1, "num_workers must be at least -1, got ", args.num_workers);
   params.num_workers = kCheck.to_int32("num_workers", args.num_workers);
   params.num_ranges = kCheck.to_int32("num_ranges", args.num_ranges);
@@ -198,7 +204,7 @@ void set_outputs(DecodeParams& params, const DecodeArgs& args, const at::Tensor&
   CHECK_ARG(!args.out_dtype || o.scalar_type() == *args.out_dtype,
             "out_dtype must be o's dtype or None, got ", dtype_name(*args.out_dtype), " and ",
             dtype_name(o.scalar_type()));
-  params.out_dtype = data_type(o.scalar_type(), kOp, "o");
+  set_output_dtypes(params, args, o.scalar_type(), "o");
   kCheck.dtype("lse", lse, at::kFloat);
   kCheck.device("o", o, "q", args.q);
   kCheck.device("lse", lse, "q", args.q);

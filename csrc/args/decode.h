@@ -37,12 +37,14 @@ namespace tree_attention {
 #define TREE_ATTENTION_NEXT_IN_SCHEMA(type, schema_type, name, value) \
   ", " schema_type " " #name value
 
-// The arguments, and the number of ranges that each are a sequence (ranges.h).
+// The arguments, the number of ranges that each are a sequence (ranges.h), and the dtype of what
+// the states are merged to where the call is a part of another (ranges.h).
 struct DecodeArgs {
 #define TREE_ATTENTION_MEMBER(type, schema_type, name, value) type name;
   TREE_ATTENTION_DECODE_ARGUMENTS(TREE_ATTENTION_MEMBER, TREE_ATTENTION_MEMBER)
 #undef TREE_ATTENTION_MEMBER
   int64_t num_ranges = 1;
+  std::optional<at::ScalarType> result_dtype = std::nullopt;
 };
 
 // Checks the inputs and returns params that lack only the outputs. An error names the argument,

@@ -294,7 +294,7 @@ DecodeParams DecodeCase::params(int num_workers) {
   p.num_workers = num_workers;
   p.dtype = s.dtype;
   p.kv_dtype = s.cached();
-  p.out_dtype = DataType::kFloat32;
+  p.out_dtype = p.result_dtype = DataType::kFloat32;
   return p;
 }
 

@@ -16,10 +16,10 @@ namespace {
 template <typename T>
 constexpr bool kIsBfloat16 = kIsScaled<T> || __is_same(T, BFloat16);
 
-// A weight rounded to one bfloat16 is off by 2^-9 at most, no more than o in bfloat16 is. Where o
-// keeps more digits, weights are two terms, off by 2^-17.
+// A weight rounded to one bfloat16 is off by 2^-9 at most, no more than a result in bfloat16 is.
+// Where the result keeps more digits, weights are two terms, off by 2^-17.
 inline bool weights_need_two_terms(const DecodeParams& p) {
-  return p.out_dtype != DataType::kBFloat16;
+  return p.result_dtype != DataType::kBFloat16;
 }
 
 // Kernels::attend of few rows with keys of type T: Products<T>, where they take the call and find
