@@ -154,6 +154,15 @@ class ShardLayout(ABC):
             TypeError: slots are no tensor of integers.
             ValueError: slots have no axis or, which is not looked for on a GPU, begin at 2^31 or
                 beyond.
+
+        For example::
+
+            import torch
+            from tree_attention import BlockCyclic
+
+            layout = BlockCyclic(world_size=2, block=4)  # rank 0 holds slots 0 to 3, 8 to 11, ...
+            chosen = torch.tensor([9, 5, 2, -1])
+            print(layout.local_rows(0, chosen).tolist())  # [2, 5, -1, -1]
         """
         block = integer(type(self).__name__, "block", block, 1, _MAX_SLOT)
         if not isinstance(slots, Tensor):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The docstring of every public function and class has a call that can be pasted, which runs here.
+"""The docstring of every public function and class has a call that can be pasted, which runs here;
+so do the methods that have one.
 
 A block after "For example::" is a program for one process, started in a checkout. What it prints
 stands after the `print`.
@@ -37,6 +38,13 @@ def public() -> Iterator[tuple[str, object]]:
                 yield f"{module[1:]}.{name}".strip("."), value
 
 
+def methods_with_examples() -> Iterator[tuple[str, object]]:
+    for name, value in public():
+        for method, function in vars(value).items() if inspect.isclass(value) else ():
+            if not method.startswith("_") and examples(function):
+                yield f"{name}.{method}", function
+
+
 NAMES = dict(public())
 WITH_EXAMPLES = [x for x in NAMES if x.split(".")[-1] not in WITHOUT]
 
@@ -47,16 +55,23 @@ def examples(value: object) -> list[str]:
     return [textwrap.dedent(x) for x in found]
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLES)
+METHODS = dict(methods_with_examples())
+
+
+@pytest.mark.parametrize("name", [*WITH_EXAMPLES, *METHODS])
 def test_example_runs_and_prints_what_it_says(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    (program,) = examples(NAMES[name])
+    (program,) = examples({**NAMES, **METHODS}[name])
     shown = re.findall(r"^print\(.*\)  # (.*)$", program, re.MULTILINE)
     assert len(shown) == program.count("print(")
     exec(compile(program, name, "exec"), {"__name__": name})
     assert capsys.readouterr().out.splitlines() == shown
+
+
+def test_methods_that_callers_begin_with_have_an_example() -> None:
+    assert {"hf.TreeCache.share", "ShardLayout.local_rows"} <= METHODS.keys()
 
 
 def test_names_without_an_example_are_public_and_have_none() -> None:
