@@ -143,8 +143,8 @@ inline void arrange(const T*, BFloat16* q) {
   _mm512_storeu_si512(q + kHalfElements, _mm512_permutex2var_epi64(a, high, b));
 }
 
-// The kDotElements sums of values at x, from the order of pairs to that of memory. A lane has 128
-// bits, four elements: those of vectors 2i and 2i + 1 alternate for bfloat16, those of all four
+// The kDotElements sums of values at x, from the order of pairs to the order of memory. A lane has
+// 128 bits, four elements: lanes of vectors 2i and 2i + 1 alternate for bfloat16, lanes of all four
 // vectors for 8 bits.
 inline void restore_order(const BFloat16*, float* x) {
   const __m512i low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);

@@ -141,8 +141,8 @@ class RowState {
     }
   }
 
-  // o [rows.count, head_dim_v] in the order of memory, from totals in that of values of type T, and
-  // lse [rows.count].
+  // o [rows.count, head_dim_v] in the order of memory, from totals in the order in which values of
+  // type T are summed, and lse [rows.count].
   template <typename T>
   void normalise(float* o, float* lse) const {
     for (int64_t row = 0; row < rows_.count; ++row) {
