@@ -66,14 +66,14 @@ assert PROMPT_LENGTH - MAX_PADDING > WINDOW
 FAMILIES = WORKING | HYBRIDS | CHOOSING | OWN_ATTENTION
 REFUSALS = {name: refusal for refusal in REFUSED for name in refusal.families}
 
-# One rank alone: quick for a family of each kind of cache.
+# One rank alone: a family of each kind of cache.
 KINDS_OF_CACHE = ("Llama", "Mistral", "GPT-OSS", "DeepSeek-V3", "DeepSeek-V3.2", "Jamba")
 
 # Those of which most checkpoints are in use, and one of each kind of cache.
 QUICK = (*KINDS_OF_CACHE, "Qwen3", "Qwen3-MoE", "Qwen3-Next", "Gemma 3", "Phi-3", "OLMo 3")
 assert FAMILIES.keys() >= set(QUICK)
 CASES = tiers_of(
-    ((name, world_size) for world_size in (1, 2) for name in FAMILIES),
+    [*((name, 1) for name in KINDS_OF_CACHE), *((name, 2) for name in FAMILIES)],
     ((name, 2) for name in QUICK),
 )
 

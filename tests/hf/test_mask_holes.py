@@ -9,6 +9,8 @@ advise gives the tokens that transformers computes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -24,6 +26,7 @@ pytest.importorskip("transformers")
 from generations import nan_in_new_memory, same_on_all_ranks
 from hf_families import OWN_ATTENTION
 from hf_models import PAD, make_prompts
+from pairwise import by_tier
 from questions import (
     DOCUMENT,
     KINDS,
@@ -41,6 +44,11 @@ from window_caches import crop_to
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 LENGTH, ENDED = 29, 3  # of the prompts, and the tokens of the first answer of row 1
+Kind = tuple[str, str | None]  # with the dtype of the keys
+Case = tuple[Kind, int, int]  # one of the ways, and a world
+WAYS: list[dict[str, Any]] = [
+    {}, {"prefill_chunk_size": 7}, {"max_length": 64}, {"prefill": "split"}
+]  # fmt: skip
 # Documents in front of the holes, and questions behind them.
 TEXTS = questions_behind((26, 15, 26, 21), (9, 4, 3, 9))
 
@@ -50,47 +58,45 @@ def _cut(texts: dict[str, Tensor], end: int) -> dict[str, Tensor]:
 
 
 def _answered(
-    rank: int, world_size: int, wanted: dict[tuple[str, str | None], list[Answer]]
+    rank: int, world_size: int, cases: list[Case], wanted: dict[Kind, list[Answer]]
 ) -> list[Tensor]:
     """Read whole, in chunks that end inside holes, and in two turns; windows drop slots."""
     found = []
     layout = BlockCyclic(world_size, 4)
-    for (name, kv_dtype), answers in wanted.items():
-        ways = [{}, {"prefill_chunk_size": 7}, {"max_length": 64}]
-        if name not in OWN_ATTENTION:
-            ways.append({"prefill": "split"})
-        for options in ways:
-            model = hf.enable(make_model(name), layout=layout, kv_dtype=kv_dtype, **options)
-            with mock.patch.multiple(window, MARGIN=7, STEP=3), nan_in_new_memory():
-                output = ask(model, TEXTS)
-                check_answers(output, answers, kv_dtype)
-                found.append(torch.stack(output.logits))
-                kept = hf.TreeCache(
-                    model.config,
-                    layout=layout,
-                    kv_dtype=kv_dtype,
-                    max_length=options.get("max_length"),
-                )
-                first = model.generate(
-                    **_cut(TEXTS, DOCUMENT), **{CACHE_NAME: kept}, max_new_tokens=1, do_sample=False
-                )
-                assert len(first) == len(answers)
-                output = ask(model, TEXTS, **{CACHE_NAME: kept})
-                check_answers(output, answers, kv_dtype)
-                found.append(torch.stack(output.logits))
+    for kind, way, _ in cases:
+        (name, kv_dtype), answers, options = kind, wanted[kind], WAYS[way]
+        model = hf.enable(make_model(name), layout=layout, kv_dtype=kv_dtype, **options)
+        with mock.patch.multiple(window, MARGIN=7, STEP=3), nan_in_new_memory():
+            output = ask(model, TEXTS)
+            check_answers(output, answers, kv_dtype)
+            found.append(torch.stack(output.logits))
+            max_length = options.get("max_length")
+            kept = hf.TreeCache(
+                model.config, layout=layout, kv_dtype=kv_dtype, max_length=max_length
+            )
+            first = model.generate(
+                **_cut(TEXTS, DOCUMENT), **{CACHE_NAME: kept}, max_new_tokens=1, do_sample=False
+            )
+            assert len(first) == len(answers)
+            output = ask(model, TEXTS, **{CACHE_NAME: kept})
+            check_answers(output, answers, kv_dtype)
+            found.append(torch.stack(output.logits))
     return found
 
 
+def _cases(names: Sequence[str], worlds: Sequence[int]) -> list[Case]:
+    kinds = [*((name, None) for name in names), ("gemma2", "int8")]
+    cases = product(kinds, range(len(WAYS)), worlds)
+    return [x for x in cases if x[0][0] not in OWN_ATTENTION or "prefill" not in WAYS[x[1]]]
+
+
 @pytest.mark.parametrize(
-    "names, world_size",
-    tiers([(("llama", "gemma2", "BLOOM"), 2)], [(KINDS, n) for n in (1, 3)]),
+    "cases", by_tier(_cases(("llama", "gemma2", "BLOOM"), [2]), _cases(KINDS, [1, 3]))
 )
-def test_a_row_with_a_hole_is_answered_as_it_is_alone(
-    names: tuple[str, ...], world_size: int
-) -> None:
-    kinds = [(name, None) for name in names] + [("gemma2", "int8")]
+def test_a_row_with_a_hole_is_answered_as_it_is_alone(cases: list[Case]) -> None:
+    kinds = dict.fromkeys(kind for kind, *_ in cases)
     wanted = {kind: answers_alone(make_model(kind[0]), TEXTS, kind[1]) for kind in kinds}
-    same_on_all_ranks(run_ranks(_answered, world_size, wanted, timeout=200.0))
+    same_on_all_ranks(run_ranks(_answered, cases[0][-1], cases, wanted, timeout=200.0))
 
 
 def _turns(model: Any) -> tuple[Any, dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 """What caches with sliding windows save, load and move: the slots of the window and a margin."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from distributed import run_ranks
 pytest.importorskip("transformers")
 
 from hf_caches import HEAD_DIM, HEADS, numbered_keys
+from pairwise import each_pair
 from test_snapshot_damage import edit_index
 from tree_attention import BlockCyclic, ShardLayout, hf
 from tree_attention.hf.cache.window import MARGIN
@@ -24,7 +26,6 @@ from window_caches import (
     append,
     check_holds,
     crop,
-    fixed_or_not,
     layouts,
 )
 
@@ -76,22 +77,21 @@ def _check_load(
 
 
 @pytest.mark.deep
-@fixed_or_not
 @pytest.mark.parametrize("saved_by", [3, 1])
-def test_kept_slots_are_saved_loaded_and_moved(
-    saved_by: int, max_length: int | None, tmp_path: Path
-) -> None:
-    for number, layout in enumerate(layouts(saved_by)):
-        directory = tmp_path / str(number)
-        run_ranks(_save, saved_by, layout, directory, max_length)
+def test_kept_slots_are_saved_loaded_and_moved(saved_by: int, tmp_path: Path) -> None:
+    numbers = range(len(layouts(saved_by)))
+    for number, max_length in product(numbers, (None, MAX_LENGTH)):
+        directory = tmp_path / f"{number} {max_length}"
+        run_ranks(_save, saved_by, layouts(saved_by)[number], directory, max_length)
         slots = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / (
             2 * HEADS * HEAD_DIM * 4
         )
         assert slots <= LENGTH + WINDOW + MARGIN + 100  # headers
-        for world_size in (1, 2):
-            for target in layouts(world_size):
-                for kv_dtype, size in ((None, None), (None, MAX_LENGTH), ("int8", MAX_LENGTH)):
-                    run_ranks(_check_load, world_size, target, directory, kv_dtype, size)
+    kinds = ((None, None), (None, MAX_LENGTH), ("int8", MAX_LENGTH))
+    loads = each_pair(product(numbers, (None, MAX_LENGTH), numbers, kinds, (1, 2)))
+    for number, max_length, target, kind, world_size in loads:
+        directory = tmp_path / f"{number} {max_length}"
+        run_ranks(_check_load, world_size, layouts(world_size)[target], directory, *kind)
 
 
 @pytest.mark.parametrize("first_slots", [[LENGTH - 5, 0], [0, 1], [-1, 0], [0]])
