@@ -30,8 +30,11 @@ def written(folder: Path) -> tuple[dict, dict]:
     return one, both
 
 
-def calibrated(folder: Path, monkeypatch: pytest.MonkeyPatch, *gigabytes: float) -> None:
-    costs = costs_of(folder / "costs.json", hosts(*gigabytes), (0, 0), 2e-8, 1e-6)
+def calibrated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *gigabytes: float, memory: float = 64e9
+) -> None:
+    found = hosts(*gigabytes, memory=memory)
+    costs = costs_of(folder / "costs.json", found, (0, 0), 2e-8, 1e-6)
     monkeypatch.setenv("TREE_ATTENTION_COSTS", str(costs))
 
 
@@ -81,6 +84,20 @@ def test_a_slow_process_is_left_out(
     one, both = written(tmp_path)
     assert both["world_size"] == 1
     assert both["weight_bytes_per_rank"] == one["weight_bytes_per_rank"]
+
+
+def test_too_little_memory_names_rank_and_bytes(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrated(tmp_path, monkeypatch, 60, 20, memory=1e3)
+    model = "--model", str(checkpoint), "--prompt", PROMPT, "--shares", "auto"
+    with started(["generate", *model]) as ranks:
+        ended = [ranks.wait_for_end(rank) for rank in range(2)]
+    for end in ended:
+        said = " ".join(end.stderr.split())
+        assert end.status == 2, end
+        assert "--shares auto: the model fits under no shares: rank " in said
+        assert said.endswith("bytes whatever its share is, and 90% of its memory are 900"), said
 
 
 @pytest.mark.parametrize(
