@@ -27,8 +27,10 @@ pytest.importorskip("transformers")
 from generations import stable_choices
 from tiers import tiers_of
 from tree_attention import BlockCyclic, ExchangeError, hf
+from tree_attention.__main__ import main
 from tree_attention.cli.models import find_model
 
+ROOT = Path(__file__).parents[2]
 _TEXT = {
     "vocab_size": 199,
     "hidden_size": 64,
@@ -189,8 +191,9 @@ IDS = torch.randint(3, 180, (2, 20), generator=torch.Generator().manual_seed(1))
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
 
 
-def _whole(name: str) -> Any:
+def _whole(name: str, **of_text: Any) -> Any:
     kind, options = MODELS[name]
+    options = {**options, "text_config": {**options["text_config"], **of_text}}
     config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(options))
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -388,6 +391,21 @@ def test_mistral_large_4_whose_layers_share_keys_is_refused() -> None:
         hf.TreeCache(config)
 
 
+@pytest.mark.parametrize("name", ["MiniMax-M3", "Qwen3-VL"])
+def test_the_command_generates(name: str, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "examples/passkey-llama")
+    model, prompt = _whole(name, vocab_size=len(tokenizer)), "one two three four five six seven"
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path)
+    arguments = ["--model", str(tmp_path), "--prompt", prompt, "--max-new-tokens", "6"]
+    assert main(["generate", *arguments, "--json", str(tmp_path / "said.json")]) == 0
+    given = tokenizer(prompt, return_tensors="pt")
+    with stable_choices():
+        expected = model.generate(**given, max_new_tokens=6, do_sample=False)
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said["tokens"] == expected[0, given["input_ids"].shape[1] :].tolist()
+
+
 def test_the_planner_knows_the_text(tmp_path: Path) -> None:
     for name in ("MiniMax-M3", "Qwen3-VL"):
         if name in NAMES:
@@ -397,4 +415,6 @@ def test_the_planner_knows_the_text(tmp_path: Path) -> None:
             found = find_model(str(tmp_path))
             head = 0 if model.config.tie_word_embeddings else model.lm_head.weight.numel()
             assert found.weights.total == of_text + head
+            # Without those for images: 4 bytes a number, and the headers of the file.
+            assert 4 <= found.weights.itemsize < 4.3
             assert sum(x.layers for x in found.attention) == 2

@@ -19,15 +19,17 @@ _DEFAULTS = None, False, 1
 
 def load(path: Path, **options: Any) -> Any:
     """The model of a checkpoint, loaded with `options` of `from_pretrained`, or UsageError."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from ..weights.checkpoint.reading import some
+    from ..weights.text import class_to_load
 
     with damages_named(path):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        its_own = {"local_files_only": True, "trust_remote_code": False}
+        config = AutoConfig.from_pretrained(path, **its_own)
+        loaded: Any = class_to_load(config).from_pretrained(
             path,
-            local_files_only=True,
-            trust_remote_code=False,
+            **its_own,
             use_safetensors=True,
             output_loading_info=True,
             **options,

@@ -17,7 +17,7 @@ from ..planning.models import BF16, Attention, Index, Model, Weights
 from ..weights.checkpoint.formats import check_format
 from ..weights.mesh import OneRank
 from ..weights.plan import plan, whole_parts
-from ..weights.text import model_of_text, text_config
+from ..weights.text import model_of_text, share_of_text, text_config
 from .cache.build import BLOCKS, INDEXED, config_of_layer
 from .cache.growing import TreeCacheLayer
 from .cache.latent import LatentLayer
@@ -46,6 +46,8 @@ def shape_of(
     try:
         layers = TreeCache(config).layers  # refuses what it cannot cache, and
         built, filled = _build(whole, check)  # `check` what else cannot work
+        if stored:  # of which a part is for images
+            stored = round(stored * share_of_text(whole, built))
         weights, sums, not_split, not_cut = _weights(config, built, stored)
     except Exception as error:  # of torch and transformers, of many kinds
         raise ValueError(one_line(error)) from error

@@ -3,6 +3,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -43,6 +44,23 @@ def model_of_text(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     kept = {*text_of(model).modules(), model.get_output_embeddings()}
     _drop_all_but(model, kept)
     return model
+
+
+def share_of_text(config: PreTrainedConfig, model: PreTrainedModel) -> float:
+    """The share of the numbers of a whole model's weights that `model`, of its text, has."""
+    if not has_whole_class(config):
+        return 1.0
+    with torch.device("meta"):
+        whole = AutoModelForMultimodalLM.from_config(config)
+    count, of_all = (sum(x.numel() for x in m.parameters()) for m in (model, whole))
+    return min(1.0, count / of_all)
+
+
+def class_to_load(config: PreTrainedConfig) -> Any:
+    """The class of transformers whose `from_pretrained` loads the checkpoint of `config` whole."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and has_whole_class(config):
+        return AutoModelForMultimodalLM
+    return AutoModelForCausalLM
 
 
 def has_whole_class(config: PreTrainedConfig) -> bool:
