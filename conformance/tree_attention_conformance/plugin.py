@@ -12,11 +12,13 @@ import pytest
 
 from .cases import DECODE_CASES, MERGE_CASES
 from .check import check_merge, check_sharded_decode
+from .choice import CHOICE_CASES, check_choice
 from .diagnosis import Line, Report
 
 CHECKS: dict[str, tuple[Any, Callable[..., Report], str]] = {
     "merge": (MERGE_CASES, check_merge, "num_parts"),
     "decode": (DECODE_CASES, check_sharded_decode, "world_size"),
+    "choice": (CHOICE_CASES, check_choice, "world_size"),
 }
 # The plug-in that has the cases, which the wheel and tree_attention both bring.
 NAME = "tree_attention_conformance.cases"
@@ -30,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     for name, (_, check, _) in CHECKS.items():
         text = f"function that `{check.__name__}` of tree_attention_conformance checks"
         group.addoption(f"--{name}", metavar="MODULE:FUNCTION", help=text)
-    text = "number of parts of a merge, and of ranks of a decode (default: 3)"
+    text = "number of parts of a merge, and of ranks of a decode or choice (default: 3)"
     group.addoption("--conformance-parts", type=int, default=3, metavar="N", help=text)
     text = 'where the inputs are: a device of torch, or "numpy"'
     group.addoption("--conformance-device", metavar="DEVICE", help=text)
