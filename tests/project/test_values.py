@@ -342,6 +342,12 @@ VALUES: dict[str, Callable[[], float]] = {
     "arrivals.vllm": grown("vllm, one host"),
     "arrivals.one": grown("ours, one host"),
     "arrivals.two": grown("ours, two hosts, TP 2"),
+    "chosen.index": lambda: (
+        cell("chosen", "ours us", case="index of 64 heads (DeepSeek-V3.2)") / 1e3
+    ),
+    "chosen.merge": lambda: (
+        cell("chosen", "ours us", case="all_merge_topk of 2 x 2,048, loopback") / 1e3
+    ),
     "cpu.first_share": variant("AVX-512 without fetching ahead", SHARE),
     "cpu.avx512_share": variant("AVX-512, bfloat16, windows alone", SHARE),
     "cpu.best_share": variant(
