@@ -43,7 +43,7 @@ def document(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def asked(checkpoint: Path, document: Path, *arguments: str) -> list[str]:
     model = "--model", str(checkpoint), "--format", FORMAT, "--max-new-tokens", "8"
-    return ["ask", str(document), *arguments, *model]
+    return ["ask", str(document), *model, *arguments]
 
 
 def alone(checkpoint: Path, question: str, file: Path, *options: str) -> list[int]:

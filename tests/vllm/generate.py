@@ -79,7 +79,8 @@ def generate(llm: LLM, requests: list[dict[str, Any]]) -> dict[str, Any]:
                 temperature=0.0, max_tokens=request["tokens"], ignore_eos=True, detokenize=False
             )
             engine.add_request(str(index), {"prompt_token_ids": request["prompt"]}, sampling)
-        for output in engine.step():
+        # An engine in another process would wait for an answer to no request.
+        for output in engine.step() if engine.has_unfinished_requests() else ():
             if output.finished:
                 finished[int(output.request_id)] = output
         step += 1

@@ -88,7 +88,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="File to write the tokens and the measurements to (default: none).",
     )
     parser.set_defaults(command="ask", attention="tree_attention", shares="even")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)  # questions may follow options
 
 
 def check(arguments: argparse.Namespace) -> None:
