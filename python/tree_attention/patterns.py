@@ -322,29 +322,31 @@ def by_rows(
         is_right = lengths.shape == (batch, seqlen_q)
         _check_integers("by_rows", "lengths", lengths, is_right, f"[{batch}, {seqlen_q}]")
         limit = lengths.long().clamp(0, seqlen_k)[:, None, :, None]
-    rows = rows.expand(batch, num_heads, seqlen_q, rows.shape[3]).long()
+    rows = rows.expand(batch, num_heads, seqlen_q, rows.shape[3])
     is_none = rows < 0
-    ends = (limit - rows * block).clamp(0, block).masked_fill(is_none, 0).sum(-1)
-    ends = ends.reshape(-1, 1)
+    if block == 1 and lengths is None:
+        ends = is_none.logical_not().sum(-1, dtype=torch.int32)
+    else:
+        ends = (limit - rows * block).clamp(0, block).masked_fill(is_none, 0)
+        ends = ends.sum(-1, dtype=torch.int32)
     # The last block may not be whole: pages are then parts of blocks.
     size = _gcd(block, seqlen_k % block)
     factors = _page_factors(k, v)
+    # Int32, as all rows in memory are below 2^31. Those of no row are never looked up.
     numbers = rows * (block * factors[2])
     if size < block:
-        parts = torch.arange(0, block, size, device=rows.device) * factors[2]
+        parts = torch.arange(0, block, size, dtype=torch.int32, device=rows.device) * factors[2]
         numbers = (numbers[..., None] + parts).flatten(-2)
-        is_none = is_none.repeat_interleave(block // size, dim=-1)
-    firsts = [
-        torch.arange(count, device=rows.device) * factor
-        for count, factor in zip((batch, num_heads), factors, strict=False)
-    ]
-    numbers = numbers + (firsts[0][:, None] + firsts[1])[..., None, None]
+    for axis, (count, factor) in enumerate(zip((batch, num_heads), factors, strict=False)):
+        if count > 1:
+            firsts = torch.arange(count, dtype=torch.int32, device=rows.device) * factor
+            numbers = numbers + firsts.view(-1, *(1,) * (3 - axis))
     return (
         q.unflatten(1, (num_heads, -1)).transpose(2, 3).flatten(0, 2)[:, :, None],
         _pages(k, size, factors),
         _pages(v, size, factors),
-        torch.stack([torch.zeros_like(ends), ends], dim=-1).int(),
-        numbers.masked_fill(is_none, 0).int().flatten(0, 2),
+        F.pad(ends.reshape(-1, 1, 1), (1, 0)),
+        numbers.flatten(0, 2),
     )
 
 
@@ -380,12 +382,13 @@ def _check_rows(rows: Tensor, batch: int, num_heads: int, seqlen_q: int, end: in
         )
     if rows.device.type != "cpu" or rows.numel() == 0 or torch.compiler.is_compiling():
         return
-    largest = int(rows.max())
+    least, largest = map(int, rows.aminmax())
     if largest >= end:
         raise ValueError(f"by_rows: rows must be below {end}, as k has them, got {largest}")
-    before, after = rows[..., :-1], rows[..., 1:]
-    is_ascending = (after == -1) | ((before >= 0) & (after > before))
-    if int(rows.min()) < -1 or not bool(is_ascending.all()):
+    # With the sign inverted -1 is the largest integer.
+    inverted = rows ^ torch.iinfo(torch.int32).min
+    is_ascending = (inverted[..., 1:] > inverted[..., :-1]) | (rows[..., 1:] == -1)
+    if least < -1 or not bool(is_ascending.all()):
         raise ValueError(
             "by_rows: rows must be in ascending order, each once, and then -1; "
             "ShardLayout.local_rows sorts them"
