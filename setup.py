@@ -47,6 +47,7 @@ CPU_SOURCES = [
     "csrc/module.cpp",
     "csrc/schedule.cpp",
     "csrc/args/append.cpp",
+    "csrc/args/cascade.cpp",
     "csrc/args/decode.cpp",
     "csrc/args/index.cpp",
     "csrc/args/memory_overlap.cpp",

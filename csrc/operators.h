@@ -8,8 +8,10 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <type_traits>
+#include <vector>
 
 #include "args/append.h"
+#include "args/cascade.h"
 #include "args/checks.h"
 #include "args/decode.h"
 #include "args/index.h"
@@ -105,6 +107,32 @@ struct DecodeCheck {
   }
 };
 
+// Calls of lean_decode for pages that sequences begin with in common, and one for the others.
+template <typename Calls, void (*check)(const DecodeParams&),
+          void (*launch_merge)(const MergeParams&), typename... Args>
+struct CascadeOperator {
+  static std::tuple<at::Tensor, at::Tensor> run(Args... inputs, at::OptionalIntArrayRef groups,
+                                                std::optional<int64_t> least_keys_saved) {
+    const DecodeArgs args{inputs...};
+    const c10::DeviceGuard guard(args.q.device());
+    check_cascade(args);
+    check_arguments<check>(args);
+    const std::vector<PageGroup> found = groups_of(args, groups, least_keys_saved);
+    if (found.empty()) return Calls::run(args);
+    const CascadeParts parts(args, found);
+    for (size_t i = 0; i < found.size(); ++i) {
+      const CascadeCall call = parts.of_group(i);
+      Calls::run_out(call.args, call.o, call.lse);
+      call.keep();
+    }
+    const CascadeCall call = parts.of_others();
+    Calls::run_out(call.args, call.o, call.lse);
+    const MergeCall merge = prepare_merge(parts.o(), parts.lse(), parts.result_dtype());
+    launch_merge(merge.params);
+    return {merge.o, merge.lse};
+  }
+};
+
 // How the dispatcher passes an argument, whose type it compares with the schema.
 template <typename T>
 using PassedAs = std::conditional_t<
@@ -120,6 +148,12 @@ using LeanDecode = DecodeOperators<
 template <void (*check)(const DecodeParams&)>
 using CheckDecode = DecodeCheck<check TREE_ATTENTION_DECODE_ARGUMENTS(TREE_ATTENTION_PASSED,
                                                                       TREE_ATTENTION_PASSED)>;
+
+template <void (*launch)(const DecodeParams&), void (*check)(const DecodeParams&),
+          void (*launch_merge)(const MergeParams&), void (*launch_ranges)(const RangeParams&)>
+using CascadeDecode = CascadeOperator<DecodeCalls<launch, launch_merge, launch_ranges>, check,
+                                      launch_merge TREE_ATTENTION_DECODE_ARGUMENTS(
+                                          TREE_ATTENTION_PASSED, TREE_ATTENTION_PASSED)>;
 
 #undef TREE_ATTENTION_PASSED
 

@@ -54,6 +54,11 @@ STABLE_TORCH_LIBRARY(tree_attention, m) {
   m.def("lean_decode(" TREE_ATTENTION_DECODE_SCHEMA ") -> (Tensor o, Tensor lse)");
   m.def("lean_decode.out(" TREE_ATTENTION_DECODE_SCHEMA ", Tensor(a!) o, Tensor(b!) lse) -> ()");
   m.def("check_decode(" TREE_ATTENTION_DECODE_SCHEMA ") -> ()");
+  m.def("cascade_decode(" TREE_ATTENTION_DECODE_SCHEMA
+        ", int[]? groups=None, int? least_keys_saved=None) -> (Tensor o, Tensor lse)");
+  m.def(
+      "page_groups(Tensor page_table, int[] num_pages, int page_size, "
+      "int? least_keys_saved=None) -> int[]");
   m.def("lean_decode_blocks(Tensor q, Tensor k, Tensor v) -> (int planned, int resident)");
   m.def(
       "merge_states(Tensor o_parts, Tensor lse_parts, *, ScalarType? out_dtype=None) "
@@ -85,6 +90,9 @@ TORCH_LIBRARY_IMPL(tree_attention, CPU, m) {
   m.impl("lean_decode.out",
          LeanDecode<cpu::lean_decode, cpu::merge_states, cpu::split_ranges>::run_out);
   m.impl("check_decode", CheckDecode<cpu::check_decode>::run);
+  m.impl("cascade_decode", CascadeDecode<cpu::lean_decode, cpu::check_decode, cpu::merge_states,
+                                         cpu::split_ranges>::run);
+  m.impl("page_groups", page_groups);
   m.impl("merge_states", MergeStates<cpu::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cpu::merge_states>::run_out);
   m.impl("append_kv", append_kv<cpu::append_kv>);
@@ -100,6 +108,8 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
   m.impl("lean_decode.out",
          LeanDecode<cuda::lean_decode, cuda::merge_states, cuda::split_ranges>::run_out);
   m.impl("check_decode", CheckDecode<cuda::check_decode>::run);
+  m.impl("cascade_decode", CascadeDecode<cuda::lean_decode, cuda::check_decode, cuda::merge_states,
+                                         cuda::split_ranges>::run);
   m.impl("merge_states", MergeStates<cuda::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cuda::merge_states>::run_out);
   m.impl("one_shot", cuda::one_shot<cuda::launch_one_shot>);
@@ -110,8 +120,8 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
 
 TORCH_LIBRARY_IMPL(tree_attention, Autograd, m) {
   for (const char* name :
-       {"lean_decode", "lean_decode.out", "check_decode", "merge_states", "merge_states.out",
-        "append_kv", "linear_of_experts", "index_topk", "merge_topk"}) {
+       {"lean_decode", "lean_decode.out", "check_decode", "cascade_decode", "merge_states",
+        "merge_states.out", "append_kv", "linear_of_experts", "index_topk", "merge_topk"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_gradient>());
   }
 }

@@ -38,7 +38,7 @@ namespace tree_attention {
   ", " schema_type " " #name value
 
 // The arguments, the number of ranges that each are a sequence (ranges.h), and the dtype of what
-// the states are merged to where the call is a part of another (ranges.h).
+// the states are merged to where the call is a part of another (ranges.h, cascade.h).
 struct DecodeArgs {
 #define TREE_ATTENTION_MEMBER(type, schema_type, name, value) type name;
   TREE_ATTENTION_DECODE_ARGUMENTS(TREE_ATTENTION_MEMBER, TREE_ATTENTION_MEMBER)

@@ -116,9 +116,8 @@ def lean_decode(
         _lean_decode_out(q, k, v, key_ranges, out_dtype=out_dtype, o=o, lse=lse, **options)
         return out
     except (RuntimeError, TypeError, ValueError):
-        _check_dtype("lean_decode", out_dtype)
         outputs = {} if out is None else {"o": out[0], "lse": out[1]}
-        _check_kinds(q, k, v, options, key_ranges=key_ranges, **outputs)
+        _check_kinds("lean_decode", q, k, v, options, out_dtype, key_ranges=key_ranges, **outputs)
         raise
 
 
@@ -136,8 +135,7 @@ def check_decode(
     try:
         _check_decode(q, k, v, key_ranges, out_dtype=out_dtype, **options)
     except (RuntimeError, TypeError, ValueError):
-        _check_dtype("lean_decode", out_dtype)
-        _check_kinds(q, k, v, options, key_ranges=key_ranges)
+        _check_kinds("lean_decode", q, k, v, options, out_dtype, key_ranges=key_ranges)
         raise
 
 
@@ -148,16 +146,23 @@ def _check_dtype(op: str, out_dtype: object) -> None:
 
 
 def _check_kinds(
-    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, **optional: object
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: AttentionOptions,
+    out_dtype: object,
+    **optional: object,
 ) -> None:
-    """Raises TypeError for an unknown option, and for what is no tensor.
+    """Raises TypeError for an unknown option, for what is no tensor and for what is no dtype.
 
     Only after the operator has refused the call, in words that name no argument.
     """
-    check_option_names("lean_decode", options)
+    _check_dtype(op, out_dtype)
+    check_option_names(op, options)
     optional |= {name: x for name, x in options.items() if name in TENSOR_OPTIONS}
     given = {name: x for name, x in optional.items() if x is not None}
-    check_tensors("lean_decode", q=q, k=k, v=v, **given)
+    check_tensors(op, q=q, k=k, v=v, **given)
 
 
 def merge_states(

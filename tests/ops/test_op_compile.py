@@ -6,7 +6,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers import assert_same_bits, make_problem
-from tree_attention import index_topk, lean_decode, lean_schedule, merge_states, merge_topk
+from tree_attention import (
+    cascade_decode,
+    index_topk,
+    lean_decode,
+    lean_schedule,
+    merge_states,
+    merge_topk,
+)
+from tree_attention.cascade import PageGroup
 
 ops = torch.ops.tree_attention
 
@@ -43,6 +51,30 @@ def test_opcheck_lean_decode(name, device):
     o = torch.empty(*shape, problem.v.shape[3], dtype=problem.q.dtype, device=device)
     out = {"o": o, "lse": torch.empty(shape, device=device)}
     check(ops.lean_decode.out, args, problem.options | out)
+
+
+def test_opcheck_cascade_decode():
+    problem = make_problem(batch=3, page_size=16, seqlen_q=2, alibi=0.1)
+    problem.k, problem.v = problem.k.nan_to_num(0), problem.v.nan_to_num(0)
+    table = problem.options["page_table"]
+    table[1:, :3] = table[0, :3]
+    args = (problem.q, problem.k, problem.v)
+    more = {"least_keys_saved": 1, "out_dtype": torch.float32}
+    check(ops.cascade_decode.default, args, problem.options | more)
+    check(ops.cascade_decode.default, args, problem.options | {"groups": [3, 0, 1, 2, 0, 2]})
+
+
+def test_common_pages_compile_into_one_graph():
+    problem = make_problem(batch=3, page_size=16)
+    table = problem.options["page_table"]
+    table[1:, :3] = table[0, :3]
+    groups = [PageGroup((0, 1, 2), 0, 3)]
+    compiled = torch.compile(cascade_decode, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for more in ({}, {"groups": groups}):
+            arguments = {"q": problem.q, "k": problem.k, "v": problem.v, **problem.options, **more}
+            assert_same_bits(compiled(**arguments), cascade_decode(**arguments))
+    assert not torch.equal(cascade_decode(**arguments)[0], problem.run()[0])
 
 
 def test_keys_and_values_of_8_bits():
