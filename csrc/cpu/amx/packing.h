@@ -211,7 +211,7 @@ inline Vec load_columns(const float* p) {
   return load(p);
 }
 
-// What load_columns gives for a number per key: those of the keys in a vector, in each one's lanes.
+// Loads a number per key for a vector of load_columns: all lanes of a key get its number.
 template <int kColumns>
 inline Vec load_keys(const float* p) {
   if constexpr (kColumns == 4) {

@@ -134,9 +134,9 @@ class PieceLoader {
     return vuzp2q_u16(vreinterpretq_u16_f32(a), vreinterpretq_u16_f32(b));
   }
 
-  // Exponent and fraction go where those of bfloat16 are; the difference of 120 of the exponents is
-  // 0x3c in the upper byte. Subnormals and the first of the others are looked up, and the one NaN
-  // is found.
+  // Exponent and fraction go where bfloat16 has its own; the exponents differ by 120, which is 0x3c
+  // in the upper byte. Subnormals and the first of the others are looked up, and the one NaN is
+  // found.
   void look_up(uint8x16_t bytes, uint16x8_t (&x)[2]) const {
     const uint8x16_t magnitude = vandq_u8(bytes, vdupq_n_u8(0x7f));
     const uint8x16_t low = vqtbx1q_u8(vshlq_n_u8(bytes, 4), low_, magnitude);

@@ -37,9 +37,9 @@ struct QueriesAsFloat16 {
     return __builtin_bit_cast(float, (exponent - 14) << 23);
   }
 
-  // Four neighbouring columns, which move in one 8-byte access: of a piece a thread has 4 t to
-  // 4 t + 3, the first two in the place of 2 t and 2 t + 1 and the others in that of 2 t + 8 and
-  // 2 t + 9.
+  // Four neighbouring columns of a piece, which move in one 8-byte access. Thread t has columns 4 t
+  // to 4 t + 3: the first two take the place of columns 2 t and 2 t + 1, the others the place of
+  // columns 2 t + 8 and 2 t + 9.
   struct __align__(8) Columns {
     uint32_t low, high;
   };
