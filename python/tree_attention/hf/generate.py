@@ -273,7 +273,7 @@ def prepare_inputs(
         num_cached = int(cache.get_seq_length())
         if num_cached > 0 and not has_whole_text:
             raise ValueError(
-                "generate: at this length the model computes the keys of all tokens anew, and "
+                "generate: at this length the model computes the keys of all tokens again, and "
                 f"it was not given the first {num_cached}, of which the cache holds the keys; "
                 "pass all tokens"
             )

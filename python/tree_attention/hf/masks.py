@@ -311,8 +311,8 @@ def _refuse_dropped(ranges: Tensor, kv_offset: int) -> str | None:
     if int(ranges[..., 0].min()) >= kv_offset:
         return None
     return (
-        "the padding mask of a row has a hole, behind which a sliding window reaches further back "
-        f"than to slot {kv_offset}, with which the keys given begin: use a TreeCache"
+        "the padding mask of a row has a hole, and after it a sliding window sees slots before "
+        f"{kv_offset}, with which the keys given begin: use a TreeCache"
     )
 
 

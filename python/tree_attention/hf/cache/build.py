@@ -52,9 +52,9 @@ _DO_GO_ON = Version(transformers.__version__) >= Version("5.17")
 _OF_THEIR_OWN = {"minimax"}
 # Models with an index that chooses among keys of another form than the layer's own.
 _OTHER_INDEXES = {
-    "deepseek_v4": "keeps compressed keys beside those of its window",
-    "glm5_next_text": "chooses pools of keys, beside layers that keep states",
-    "qwen4_exp_text": "chooses keys in code of its own, beside layers that keep states",
+    "deepseek_v4": "keeps compressed keys in addition to the keys of its window",
+    "glm5_next_text": "chooses pools of keys, next to layers that keep states",
+    "qwen4_exp_text": "chooses keys in code of its own, next to layers that keep states",
 }
 # An index chooses the keys of each query, or blocks of them for each head.
 INDEXED, BLOCKS = "indexed_attention", "minimax_m3_sparse"

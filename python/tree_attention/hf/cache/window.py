@@ -93,7 +93,7 @@ class WindowLayer(TreeCacheLayer):
         """Raises NotImplementedError if queries after a hole see a slot that is gone."""
         if first < self.first:
             raise NotImplementedError(
-                f"tree_attention: behind the hole of a padding mask queries see slot {first}, and "
+                f"tree_attention: after the hole of a padding mask queries see slot {first}, and "
                 f"layers with a sliding window of {self.window} keep those from {self.first} on, "
                 f"{MARGIN} more than the window for hole and new tokens together: generate from "
                 "the cache, which allows for longer holes than a forward pass, or from the whole "
