@@ -8,6 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from distributed import on_ranks, run_ranks
 from faults import AMPLE, QUICK, SLACK, TIMEOUT, assert_refuses_further_use, end_or_stall, failure
+from pairwise import each_pair, each_value
 from tiers import tiers
 from tree_attention import lean_decode, ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, Link
@@ -67,10 +69,18 @@ def assert_compares(kind: str, comm: Communicator, q: Tensor) -> None:
     assert "are not those of rank 0" in message
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 40, 64), (1, 8, 600, 64), (1, 32, 512, 128)])
-@pytest.mark.parametrize("kind", DECODERS)
-@pytest.mark.parametrize("dtype", tiers([torch.bfloat16], [torch.float32, torch.float16]))
-@pytest.mark.parametrize("world_size", tiers([2], [3]))
+PROMPTS = [
+    *product(
+        (2, 3),
+        (torch.bfloat16, torch.float32, torch.float16),
+        DECODERS,
+        ((1, 8, 40, 64), (1, 8, 600, 64), (1, 32, 512, 128)),
+    )
+]
+FIRST = each_value(x for x in PROMPTS if x[:2] == (2, torch.bfloat16))
+
+
+@pytest.mark.parametrize("world_size, dtype, kind, shape", tiers(FIRST, each_pair(PROMPTS, FIRST)))
 def test_one_other_token_in_a_prompt(
     world_size: int, dtype: torch.dtype, kind: str, shape: tuple[int, ...]
 ) -> None:

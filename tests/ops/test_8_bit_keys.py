@@ -22,8 +22,8 @@ from cases_8_bit_keys import (
     with_scales_by_token,
 )
 from helpers import NAN, assert_same_bits, make_problem
-from pairwise import each_value
-from tiers import tiers, tiers_of
+from pairwise import each_pair, each_value
+from tiers import tiers
 from tree_attention import reference
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
@@ -49,9 +49,10 @@ ALL_CASES = CASES | {
 
 
 OF_DTYPES = [*product(ALL_CASES, (INT8, FLOAT8), (torch.float32, torch.bfloat16, torch.float16))]
+QUICK = each_value(OF_DTYPES)
 
 
-@pytest.mark.parametrize("name, kv_dtype, dtype", tiers_of(OF_DTYPES, quick=each_value(OF_DTYPES)))
+@pytest.mark.parametrize("name, kv_dtype, dtype", tiers(QUICK, each_pair(OF_DTYPES, QUICK)))
 def test_exact(name, kv_dtype, dtype):
     problem = make_problem(kv_dtype=kv_dtype, dtype=dtype, **ALL_CASES[name])
     assert problem.k.dtype == problem.v.dtype == kv_dtype
