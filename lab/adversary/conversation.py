@@ -11,13 +11,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from generations import stable_choices
 from hf_models import EOS, PAD, VOCAB_SIZE
 from tree_attention import BlockCyclic, Communicator, ShardLayout, hf
 from tree_attention.hf import CACHE_NAME
 
 from .cases import draw_layout, draw_shares, made_once
 from .outcome import AMPLE
-from .session_models import NAMES, alone, exact, group, own_group, split, split_sizes, whole
+from .session_models import (
+    CHOOSING,
+    NAMES,
+    UNPADDED,
+    alone,
+    exact,
+    group,
+    own_group,
+    split,
+    split_sizes,
+    whole,
+)
 
 # Logits are near 10; a key that is lost, doubled or foreign moves them by a tenth and more. In 8
 # bits a key that rounding puts on the other side of a step moves all that follow.
@@ -52,7 +64,7 @@ class Conversation:
         name = rng.choice(NAMES)
         shared: dict[str, Any] = {
             "timeout": AMPLE,
-            "kv_dtype": rng.choice([None, None, "int8", "fp8"]),
+            "kv_dtype": rng.choice([None, None, "int8", "fp8"]) if name not in CHOOSING else None,
             "max_length": rng.choice([None, ROOM]),
         }
         options = shared | {"prefill_chunk_size": rng.choice([None, 4, 50, 1024])}
@@ -61,7 +73,9 @@ class Conversation:
         # Of every third model the weights are split, and of some of these they have fewer bits.
         sizes = [0, 0, 0, 0, *split_sizes(name, size)]
         tensor_parallel_size = rng.choice(sizes)
-        weights = rng.choice([None, None, "int8", "int4"]) if tensor_parallel_size else None
+        weights = None
+        if tensor_parallel_size and name not in CHOOSING:
+            weights = rng.choice([None, None, "int8", "int4"])
         if tensor_parallel_size:
             options["layout"] = layout = draw_layout(rng, size // tensor_parallel_size, ROOM)
             # Few ones, as every process keeps the models of all of them.
@@ -79,6 +93,8 @@ class Conversation:
                 options["layout"] = layout
             options["strategy"] = rng.choice(["auto", "all_gather", "butterfly", "three_allreduce"])
             options["prefill"] = rng.choice(["auto", "split", "split", "replicated"])
+            if name in CHOOSING:  # whose prompts are not split
+                options["prefill"] = "auto"
             comm = communicator(size)
             model = hf.enable(whole(name), comm, **options)
         cache_options = shared | {"growth": rng.choice([1, 5, 64, 1024])}
@@ -127,7 +143,9 @@ class Conversation:
         end = rng.choice([VOCAB_SIZE, VOCAB_SIZE, 6])  # few kinds of tokens repeat themselves
         ids = torch.randint(3, end, (batch, count), generator=generator)
         mask = torch.ones_like(ids)
-        if padded and not self.length:  # padding is on the left of everything
+        if (
+            padded and not self.length and self.name not in UNPADDED
+        ):  # padding is on the left of everything
             for row in range(batch):
                 padding = rng.randrange(count)
                 ids[row, :padding], mask[row, :padding] = PAD, 0
@@ -167,7 +185,8 @@ class Conversation:
     def _of_whole(self, ids: Tensor) -> Tensor:
         kv_dtype = self.cache_options["kv_dtype"]
         if kv_dtype is None:
-            return exact(self.name, self.weights)(ids, use_cache=False).logits[0]
+            with stable_choices():
+                return exact(self.name, self.weights)(ids, use_cache=False).logits[0]
         # Attention reads what the cache holds, so one pass has the numbers of any other way there.
         model = alone(self.name, self.weights)
         fresh = hf.TreeCache(model.config, own_group(), kv_dtype=kv_dtype)

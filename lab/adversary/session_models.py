@@ -10,13 +10,16 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hf_models import CONFIGS, OF_EXPERTS, make_model
+import hf_families
+from hf_models import CONFIGS, OF_EXPERTS, VOCAB_SIZE
+from hf_models import make_model as make_known
 from quantised_numbers import numbers_of
 from tree_attention import hf
 from tree_attention.weights.mesh import Mesh
@@ -24,10 +27,26 @@ from tree_attention.weights.plan import plan
 
 from .cases import made_once
 
-NAMES = (
+NAMES: tuple[str, ...] = (
     *("llama", "mistral_window", "mistral", "gemma2", "gemma2", "gpt_oss"),
     *("deepseek", "qwen3_moe", "phi3"),
 )
+
+# An index chooses the keys of each query. MiniMax-M3 takes no padding.
+CHOOSING = ("DeepSeek-V3.2", "MiniMax-M3")
+UNPADDED = ("MiniMax-M3",)
+_AS_KNOWN = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 16384}
+NAMES += tuple(name for name in CHOOSING if hf_families.CHOOSING[name].exists)
+
+
+def make_model(name: str) -> PreTrainedModel:
+    """A new model, with the same weights in every process."""
+    if name not in CHOOSING:
+        return make_known(name)
+    family = hf_families.CHOOSING[name]
+    model = hf_families.make_model(replace(family, options={**family.options, **_AS_KNOWN}))
+    model.set_experts_implementation("eager")  # the only one in float64
+    return model
 
 
 @made_once
@@ -56,6 +75,8 @@ def shared_folder(world_size: int) -> Iterator[Path]:
 
 def split_sizes(name: str, world_size: int) -> list[int]:
     """The sizes of tensor groups that divide the world and the model's heads."""
+    if name in CHOOSING:
+        return hf_families.sizes_of_tensor_groups(name, world_size)
     config = CONFIGS[name]
     is_latent = hasattr(config, "kv_lora_rank")
     heads = config.num_attention_heads if is_latent else config.num_key_value_heads
@@ -81,7 +102,7 @@ def split(
         given = [share for share in shares for _ in range(tensor_parallel_size)]
     model, ranks = make_model(name), group(world_size)
     if weights is None:
-        if name in OF_EXPERTS:  # the one that is replaced
+        if name in (*OF_EXPERTS, *CHOOSING):  # the one that is replaced
             model.set_experts_implementation("grouped_mm")
         return hf.parallelize(
             model, group=ranks, tensor_parallel_size=tensor_parallel_size, shares=given

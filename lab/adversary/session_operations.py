@@ -20,7 +20,7 @@ from . import model as truth
 from .cases import made_once
 from .conversation import MAX_LENGTH, ROOM, Conversation
 from .outcome import AMPLE, DOCUMENTED, attempt
-from .session_models import exact, whole
+from .session_models import CHOOSING, exact, whole
 from .threads import run_threads
 
 Operation = Callable[[Conversation, Random], str]
@@ -40,7 +40,8 @@ def forward(session: Conversation, rng: Random) -> str:
 def compiled(session: Conversation, rng: Random) -> str:
     """A step of decoding in one graph."""
     # transformers loops over the values of a tensor in its own experts, which no graph can.
-    if not session.length or (session.name in OF_EXPERTS and not session.is_split):
+    loops = session.name in OF_EXPERTS and not session.is_split
+    if not session.length or loops or session.name in CHOOSING:
         return forward(session, rng)
     ids = torch.cat([session.ids, torch.full((len(session.ids), 1), rng.randrange(3, 99))], 1)
     torch.compiler.reset()
@@ -200,7 +201,7 @@ def refuse(session: Conversation, rng: Random) -> str:
     if cached.max_length is not None:
         calls["max_length"] = lambda: model.generate(many, **{CACHE_NAME: cached})
         calls["hold"] = lambda: model(many, **{CACHE_NAME: cached})
-    if length and session.name != "deepseek":
+    if length and session.name not in ("deepseek", *CHOOSING):
         keys = torch.zeros(batch, config.num_key_value_heads, 1, config.head_dim)
         calls["sequences"] = lambda: layer.update(*[torch.cat([keys, keys[:1]])] * 2)
         if session.cache_options["kv_dtype"] is None:
