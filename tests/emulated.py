@@ -29,6 +29,7 @@ BRIDGE = [
             "cuda/checks.cpp",
             "cuda/one_shot/one_shot_args.cpp",
             "args/append.cpp",
+            "args/cascade.cpp",
             "args/memory_overlap.cpp",
             "args/decode.cpp",
             "args/merge.cpp",

@@ -129,6 +129,8 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
       "lean_decode.out",
       LeanDecode<emulated_lean_decode, emulated_merge_states, emulated_split_ranges>::run_out);
   library->impl("check_decode", CheckDecode<emulated_check_decode>::run);
+  library->impl("cascade_decode", CascadeDecode<emulated_lean_decode, emulated_check_decode,
+                                                emulated_merge_states, emulated_split_ranges>::run);
   library->impl("lean_decode_blocks", lean_decode_blocks<emulated_blocks>);
   library->impl("merge_states", MergeStates<emulated_merge_states>::run);
   library->impl("merge_states.out", MergeStates<emulated_merge_states>::run_out);

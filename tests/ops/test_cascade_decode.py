@@ -19,7 +19,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers import assert_close_to_reference, assert_same_bits, make_strided, rounds_weights
+from helpers import (
+    assert_close_to_reference,
+    assert_same_bits,
+    make_strided,
+    rounds_weights,
+    to_device,
+)
 from tree_attention import cascade, cascade_decode, lean_decode, page_groups
 from tree_attention.reference import quantise
 
@@ -98,6 +104,18 @@ def _groups_of(given: dict[str, Any]) -> tuple[cascade.PageGroup, ...]:
 def test_equals_the_reference(seqlen_q: int, num_ranges: int, by_head: bool) -> None:
     for seed in range(3):
         _check(_case(seqlen_q, num_ranges, by_head, seed)[0])
+
+
+@pytest.mark.parametrize("seqlen_q, num_ranges", [(1, 0), (2, 2)])
+def test_groups_on_any_device(seqlen_q: int, num_ranges: int, device: torch.device) -> None:
+    given, _ = _case(seqlen_q, num_ranges)
+    given["v"] = torch.randn(NUM_PAGES, 2, PAGE, 16)
+    given["v"][0] = torch.nan
+    with LEAST:
+        groups = _groups_of(given)
+    assert len(groups) == 3
+    given = {name: to_device(x, device) for name, x in given.items()}
+    assert_close_to_reference(*cascade_decode(**given, groups=groups), **given)
 
 
 def test_ranges_that_begin_far_before_the_keys() -> None:
