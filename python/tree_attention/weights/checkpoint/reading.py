@@ -82,7 +82,7 @@ class Checkpoint:
         return any(name.startswith("lm_head.") for name in self._sources)
 
     def leave_out(self, modules: Sequence[str]) -> None:
-        """Has weights of these modules, which the model does without, count for nothing."""
+        """Ignores the weights of these modules, which the model does without."""
         self._left_out = tuple(rf"(^|\.){re.escape(module)}\." for module in modules)
 
     def tensors(self, model: PreTrainedModel) -> dict[str, Lazy]:
