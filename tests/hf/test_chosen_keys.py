@@ -197,6 +197,29 @@ def test_ranks_whose_index_differs_are_told(
         model(ids, **{CACHE_NAME: cache})
 
 
+@pytest.mark.parametrize("name", [V32, M3])
+@on_ranks(2)
+def test_a_chunk_is_scored_in_pieces(rank: int, world_size: int, name: str) -> None:
+    """What a piece of queries chooses, and what all ranks send of it, has a bound."""
+    model = hf.enable(make_model(CHOOSING[name]), layout=BlockCyclic(world_size, 4))
+    tokens = _tokens(model)
+    bound, sizes = 3000, list[int]()
+    original = chosen_keys.all_merge_topk
+
+    def noted(scores: Tensor, slots: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append((1 + world_size) * (scores.nbytes + slots.nbytes))
+        return original(scores, slots, *args, **options)
+
+    with (
+        mock.patch.object(chosen_keys, "_MAX_CANDIDATE_BYTES", bound),
+        mock.patch.object(chosen_keys, "all_merge_topk", noted),
+    ):
+        assert torch.equal(_tokens(model), tokens)
+    assert max(sizes) <= bound < 2 * max(sizes)
+    choosing = sum(getattr(x, "indexer", None) is not None for x in model.modules())
+    assert len(sizes) > choosing * NUM_TOKENS  # forward passes
+
+
 def test_more_keys_than_the_cache_has_room_for() -> None:
     model = _model(index_topk=100)
     tokens = _tokens(model)
