@@ -30,7 +30,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     module = importlib.import_module(f"tree_attention.cli.{command}")
     with (
         mock.patch("sys.argv", ["tree-attention"]),
-        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
+        mock.patch.multiple(argparse.ArgumentParser, parse_args=stop, parse_intermixed_args=stop),
     ):
         try:
             module.main([])
