@@ -19,7 +19,7 @@ BLOCK = re.compile(r"^ *```sh\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 # Programs of others, which nothing here checks.
 OF_OTHERS = {
     *("pip", "hf", "git", "unzip", "cp", "strip", "tar", "sha256sum", "ls", "cd", "for", "."),
-    *("perf", "gdb", "sudo", "ip", "export", "unshare", "python3.12", "srun"),
+    *("head", "echo", "perf", "gdb", "sudo", "ip", "export", "unshare", "python3.12", "srun"),
 }
 OWN_PYTHON = re.compile(r"(?:[\w/.]+/bin/)?python3?")
 # Programs that a page lets its reader write.

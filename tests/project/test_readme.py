@@ -23,7 +23,9 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 # Of these pages another test runs the program.
-IN_OTHER_TESTS = {"big_models.md", "cache.md", "huggingface.md", "two_servers.md"}
+IN_OTHER_TESTS = {
+    *("big_models.md", "cache.md", "documents.md", "huggingface.md", "two_servers.md"),
+}
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.name not in IN_OTHER_TESTS]
 
