@@ -16,16 +16,16 @@ from .outcome import attempt
 from .session_models import group, shared_folder
 from .session_operations import forward
 
-_MARGIN = 128  # tokens that layers with a sliding window can always give back
+MARGIN = 128  # tokens that layers with a sliding window can always give back
 
 
 def crop(session: Conversation, rng: Random) -> str:
-    beyond = rng.randint(min(_MARGIN, session.length), session.length + 2)
+    beyond = rng.randint(min(MARGIN, session.length), session.length + 2)
     count = rng.choice([0, 1, 5, rng.randint(0, session.length + 2), beyond])
     outcome = attempt(session.cache.crop, -count)
     if outcome.error is not None:
         gone = session.reached - session.length + count  # since slots were dropped
-        assert session.forgets and gone > _MARGIN, f"crop(-{count}) was refused: {outcome.error}"
+        assert session.forgets and gone > MARGIN, f"crop(-{count}) was refused: {outcome.error}"
         outcome.refusal(("crop",), (ValueError,))
         session.keep(session.ids, session.mask)
         return "ValueError"

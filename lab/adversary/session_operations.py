@@ -24,6 +24,7 @@ from .session_models import CHOOSING, exact, whole
 from .threads import run_threads
 
 Operation = Callable[[Conversation, Random], str]
+MOST_NEW_TOKENS = 7  # of a turn
 
 
 def forward(session: Conversation, rng: Random) -> str:
@@ -56,9 +57,9 @@ def compiled(session: Conversation, rng: Random) -> str:
     return truth.bits(found)
 
 
-def _turn(session: Conversation, rng: Random, ids: Tensor, mask: Tensor, **options: Any) -> str:
+def turn(session: Conversation, rng: Random, ids: Tensor, mask: Tensor, **options: Any) -> str:
     """A generation of several tokens into the cache of the session."""
-    count = rng.choice([1, 2, 7])
+    count = rng.choice([1, 2, MOST_NEW_TOKENS])
     outcome = attempt(
         session.model.generate,
         ids,
@@ -89,7 +90,7 @@ def generate(session: Conversation, rng: Random) -> str:
     if ids.shape[1] > MAX_LENGTH:
         session.empty()
     else:
-        return _turn(session, rng, ids, mask)
+        return turn(session, rng, ids, mask)
     return "reset"
 
 
@@ -117,7 +118,7 @@ def speculate(session: Conversation, rng: Random) -> str:
         return "reset"
     candidates = rng.choice([{"prompt_lookup_num_tokens": 2}, {"prompt_lookup_num_tokens": 9},
                              {"assistant_model": _assistant()}])  # fmt: skip
-    return _turn(session, rng, ids, mask, **candidates)
+    return turn(session, rng, ids, mask, **candidates)
 
 
 def generate_alone(session: Conversation, rng: Random) -> str:

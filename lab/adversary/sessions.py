@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from . import session_caches as caches
+from . import session_documents
 from . import session_operations as operations
 from .cases import Case
 from .conversation import Conversation
@@ -55,6 +56,7 @@ KINDS: dict[str, tuple[float, Operation]] = {
     "reorder": (1, caches.reorder),
     "repeat": (1, caches.repeat),
     "branch": (1.5, caches.branch),
+    "documents": (1.5, session_documents.documents),
     "reshard": (1.5, caches.reshard),
     "restore": (1.5, caches.restore),
     "restore_elsewhere": (1, caches.restore_elsewhere),
