@@ -128,7 +128,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..exchange import ExchangeError
-    from .checkpoint import load_tokenizer, make_greedy
+    from .checkpoint import load_tokenizer, make_greedy, num_positions
 
     tokenizer = load_tokenizer(arguments.model)
     model = load_model(arguments, part, device)
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     for number, ids in enumerate(questions, 1):
         if not ids:
             raise UsageError(f"question {number} of {len(questions)} has no tokens: leave it out")
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = num_positions(model)
     longest = len(document) + max(map(len, questions)) + arguments.max_new_tokens
     if limit is not None and longest > limit:
         raise UsageError(

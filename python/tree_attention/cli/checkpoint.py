@@ -74,6 +74,14 @@ def make_greedy(model: Any, path: Path) -> list[str]:
     )
 
 
+def num_positions(model: Any) -> int | None:
+    """The tokens that the model's text may have, or None where its configuration names no limit."""
+    from ..weights.text import text_config
+
+    limit: int | None = getattr(text_config(model.config), "max_position_embeddings", None)
+    return limit
+
+
 def load_tokenizer(path: Path) -> Any:
     """The tokenizer of a checkpoint, or UsageError."""
     try:

@@ -342,7 +342,7 @@ def check_world(arguments: argparse.Namespace, world: World) -> None:
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..exchange import ExchangeError
-    from .checkpoint import load_tokenizer, make_greedy
+    from .checkpoint import load_tokenizer, make_greedy, num_positions
 
     world = part.world
     tokenizer = load_tokenizer(arguments.model)
@@ -354,7 +354,6 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from transformers import DynamicCache
 
     from .. import hf
-    from ..weights.text import text_config
     from . import generation
 
     # Not verbose: of a prompt that is too long it would foretell errors of indices.
@@ -362,8 +361,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
         text, return_tensors="pt", add_special_tokens=not arguments.chat, verbose=False
     )
     input_ids = encoded["input_ids"].to(device)
-    num_tokens = input_ids.shape[1]
-    limit = getattr(text_config(model.config), "max_position_embeddings", None)
+    num_tokens, limit = input_ids.shape[1], num_positions(model)
     if num_tokens == 0:
         raise UsageError("the prompt is empty: the model needs at least one token to begin with")
     if limit is not None and num_tokens + arguments.max_new_tokens > limit:

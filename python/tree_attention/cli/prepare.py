@@ -81,7 +81,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..exchange import ExchangeError
-    from .checkpoint import load_tokenizer, make_greedy
+    from .checkpoint import load_tokenizer, make_greedy, num_positions
 
     tokenizer = load_tokenizer(arguments.model)
     # Not verbose: of a text that is too long it would foretell errors of indices.
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..hf.cache.snapshot.files import save
     from . import generation
 
-    num_tokens, limit = ids.shape[1], getattr(model.config, "max_position_embeddings", None)
+    num_tokens, limit = ids.shape[1], num_positions(model)
     if num_tokens == 0:
         raise UsageError(f"FILE {arguments.file}: the document has no tokens")
     if limit is not None and num_tokens >= limit:
