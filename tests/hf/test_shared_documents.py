@@ -50,8 +50,9 @@ JAMBA = hf_families.HYBRIDS["Jamba"]
 Kind = tuple[str, str | None]  # with the dtype of the keys
 KINDS_OF_KEYS = [
     *((name, None) for name in (*KINDS, *HYBRIDS)),
-    ("llama", "int8"),
-    ("gemma2", "fp8"),
+    *product(("llama", "gemma2", "deepseek"), ("int8", "fp8")),
+    ("mistral_window", "int8"),
+    ("gpt_oss", "int8"),
 ]
 
 
@@ -123,7 +124,7 @@ def _in_layouts(kinds: Sequence[Kind], worlds: Sequence[int]) -> list[tuple[Kind
     "cases",
     by_tier(
         _in_layouts([x for x in KINDS_OF_KEYS if x[0] in QUICK], [2]),
-        _in_layouts(KINDS_OF_KEYS, [1, 3]),
+        _in_layouts(KINDS_OF_KEYS, [1, 2, 3]),
     ),
 )
 def test_rows_are_answered_as_each_is_alone(cases: list[tuple[Kind, int, int]]) -> None:
