@@ -88,19 +88,30 @@ void check_positions(const IndexParams& p) {
 
 float larger(float a, float b) { return (b > a) | (b != b) ? b : a; }
 
-// The largest of at least one score. Each lane has a maximum of its own, so that no comparison
-// waits for the one before.
+// The largest of at least one score. Lanes have maxima of their own, so that no comparison waits
+// for the one before, and NaN is looked for apart: a maximum alone is one instruction.
 float largest(const float* scores, int count) {
   constexpr int kLanes = 16;
+  const auto without_nan = [](float a, float b) { return b > a ? b : a; };
   float lanes[kLanes];
+  int32_t are_nan[kLanes] = {};
   std::fill_n(lanes, kLanes, scores[0]);
+  const auto take = [&](int n, float score) {
+    lanes[n] = without_nan(lanes[n], score);
+    are_nan[n] |= score != score;
+  };
   int i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    for (int n = 0; n < kLanes; ++n) lanes[n] = larger(lanes[n], scores[i + n]);
+    for (int n = 0; n < kLanes; ++n) take(n, scores[i + n]);
   }
-  for (; i < count; ++i) lanes[0] = larger(lanes[0], scores[i]);
-  for (int n = 1; n < kLanes; ++n) lanes[0] = larger(lanes[0], lanes[n]);
-  return lanes[0];
+  for (int n = 0; i < count; ++i, ++n) take(n, scores[i]);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int n = 0; n < half; ++n) {
+      lanes[n] = without_nan(lanes[n], lanes[n + half]);
+      are_nan[n] |= are_nan[n + half];
+    }
+  }
+  return are_nan[0] ? std::numeric_limits<float>::quiet_NaN() : lanes[0];
 }
 
 // The choice of one query (and head) while its keys are read in the order of their slots.
