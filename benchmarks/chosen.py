@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Models that choose their keys: the index, the choice, chosen rows as pages, and their merge.
+"""Models that choose their keys: the index, the choice, chosen rows as pages, whole layers, ranks.
 
 python benchmarks/chosen.py --out DIR
 
-One thread, because figures are for each core; two ranks of one thread for the merge.
+One thread, because figures are for each core; two ranks of one thread for the merge and the split
+index.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Started by its path: `benchmarks` is found from the root of the checkout.
@@ -37,7 +39,14 @@ from benchmarks.harness.measure import (
 from benchmarks.harness.program import finish, parser_of, progress_bar, shown
 from benchmarks.harness.ranks import Ranks, run_rank, slowest_rank, start_ranks
 from benchmarks.harness.report import Report, columns_of, environment, verdict
-from tree_attention import Communicator, index_topk, lean_decode, merge_topk, reference
+from tree_attention import (
+    BlockCyclic,
+    Communicator,
+    index_topk,
+    lean_decode,
+    merge_topk,
+    reference,
+)
 from tree_attention.patterns import by_rows
 
 OURS, READING, TORCH, TRANSFORMERS = "ours", "reading", "torch", "transformers"
@@ -120,16 +129,27 @@ def run_rows(num_heads: int, length: int, seconds: float) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(1, 1, length, LATENT, generator=generator).bfloat16()
     q = torch.randn(1, num_heads, 1, LATENT, generator=generator).bfloat16()
-    num_rows, num_sets = min(2048, length), 8
+    num_rows = min(2048, length)
+    num_sets = InputArena.num_sets(2 * num_rows * LATENT)  # so that both are read from memory
     chosen = [torch.randperm(length, generator=generator)[:num_rows] for _ in range(num_sets)]
     rows = [x.sort().values.int().view(1, 1, 1, -1) for x in chosen]
     together = [cache[:, :, x.flatten().long()] for x in rows]
     pages = [by_rows(q, cache, cache[..., :LATENT_V], x) for x in rows]
+
+    def gather(index: int) -> Tensor:
+        return cache[:, :, rows[index].flatten().long()]
+
+    def by_torch(index: int) -> Tensor:
+        # Heads that share their keys are to torch tokens of one head.
+        k = gather(index)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k, k[..., :LATENT_V])
+
     functions: dict[str, Callable[[int], Any]] = {
         OURS: lambda i: lean_decode(*pages[i][:4], page_table=pages[i][4]),
         "side by side": lambda i: lean_decode(q, together[i], together[i][..., :LATENT_V]),
         "making the pages": lambda i: by_rows(q, cache, cache[..., :LATENT_V], rows[i]),
-        TORCH: lambda i: cache[:, :, rows[i].flatten().long()],
+        "torch's gather": gather,
+        TORCH: by_torch,
     }
     with Load() as load:
         samples = time_alternating(functions, num_sets=num_sets, seconds=seconds)
@@ -138,6 +158,101 @@ def run_rows(num_heads: int, length: int, seconds: float) -> dict[str, Any]:
     error = ((o - true).abs().max() / true.abs().max()).item()
     name = f"{num_rows:,} rows of latents as pages, {num_heads} heads"
     return row_of(name, samples, load, error, error > 1e-2)
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """Attention of a layer to one new token: index, choice, rows, pages and attention to them."""
+
+    name: str
+    index: IndexCase
+    num_heads: int
+    num_heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    local_blocks: int = 0
+
+
+V32 = LayerCase("token of a layer of DeepSeek-V3.2", INDEXES[0], 128, 1, LATENT, LATENT_V)
+M3 = LayerCase("token of a layer of MiniMax-M3", INDEXES[-1], 64, 4, 128, 128, local_blocks=1)
+
+
+def run_layer(case: LayerCase, length: int, seconds: float) -> dict[str, Any]:
+    """Ours for the chosen keys, and for all: which evicts the keys of the next call."""
+    generator, index = torch.Generator().manual_seed(0), case.index
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    topk, num_sets = min(index.topk, length // index.block), 8
+    index_keys, keys = (
+        randn(1, 1, length, HEAD_DIM),
+        randn(1, case.num_heads_kv, length, case.head_dim),
+    )
+    is_latent = case.head_dim_v < case.head_dim
+    values = keys[..., : case.head_dim_v] if is_latent else randn(*keys.shape)
+    index_queries = [randn(1, index.num_heads, 1, HEAD_DIM) for _ in range(num_sets)]
+    weights = torch.randn(1, index.num_heads, 1, generator=generator) if index.weighted else None
+    q, layout = randn(1, case.num_heads, 1, case.head_dim), BlockCyclic(1)
+    positions = torch.tensor([[length - 1]]) if case.local_blocks else None
+
+    def choose(i: int) -> Tensor:
+        _, slots = index_topk(
+            index_queries[i],
+            index_keys,
+            weights,
+            topk=topk,
+            block=index.block,
+            scale=HEAD_DIM**-0.5,
+            local_blocks=case.local_blocks,
+            query_positions=positions,
+        )
+        return layout.local_rows(0, slots, index.block)
+
+    def ours(i: int) -> tuple[Tensor, Tensor]:
+        *arguments, page_table = by_rows(q, keys, values, choose(i))
+        return lean_decode(*arguments, page_table=page_table)
+
+    functions: dict[str, Callable[[int], Any]] = {
+        OURS: ours,
+        "all keys, ours": lambda i: lean_decode(q, keys, values),
+    }
+    part = min(1024, length)
+    if is_latent:
+        # As transformers: keys and values of all heads are made of the latents of every token.
+        expansion = randn(LATENT_V, case.num_heads * 2 * HEAD_DIM)
+        dense_q = randn(1, case.num_heads, 1, HEAD_DIM)
+
+        def expanded(i: int) -> Tensor:
+            latents = keys[0, 0, i * part % length :, :LATENT_V][:part]
+            made = (latents @ expansion).view(1, len(latents), case.num_heads, -1).transpose(1, 2)
+            dense_k, dense_v = made.chunk(2, dim=-1)
+            return F.scaled_dot_product_attention(dense_q, dense_k, dense_v)
+
+        functions[TRANSFORMERS] = expanded
+    with Load() as load:
+        samples = time_alternating(functions, num_sets=num_sets, seconds=seconds)
+    if is_latent:
+        times = samples[TRANSFORMERS].seconds
+        samples[TRANSFORMERS] = Samples([x * length / part for x in times])
+    rows, o = choose(0), ours(0)[0].double().reshape(1, case.num_heads_kv, -1, case.head_dim_v)
+    true = torch.cat(
+        [
+            reference.attention(
+                q.unflatten(1, (case.num_heads_kv, -1))[:, head],
+                keys[:, head, None, own[own >= 0].long()],
+                values[:, head, None, own[own >= 0].long()],
+            )[0]
+            for head, own in enumerate(rows.expand(1, case.num_heads_kv, 1, -1)[0, :, 0])
+        ],
+        dim=1,
+    ).view_as(o)
+    error = ((o - true).abs().max() / true.abs().max()).item()
+    return row_of(case.name, samples, load, error, error > 1e-2)
+
+
+def on_ranks(ranks: Ranks, length: int = 131072) -> list[dict[str, Any]]:
+    return [merge_on_rank(ranks), index_on_rank(ranks, length)]
 
 
 def merge_on_rank(ranks: Ranks) -> dict[str, Any]:
@@ -163,6 +278,39 @@ def merge_on_rank(ranks: Ranks) -> dict[str, Any]:
     return row_of(name, slowest, load, 0.0, wrong)
 
 
+def index_on_rank(ranks: Ranks, length: int) -> dict[str, Any]:
+    """The index of 64 heads over keys that are split evenly, and over all of them on rank 0."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 64, 1, HEAD_DIM, generator=generator).bfloat16()
+    weights = torch.randn(1, 64, 1, generator=generator)
+    num_sets, topk, share = 2, min(2048, length), length // ranks.size
+    shape = (1, 1, length, HEAD_DIM)
+    sets = [torch.randn(shape, generator=generator).bfloat16() for _ in range(num_sets)]
+    begin = ranks.rank * share
+    slots = torch.arange(begin, begin + share, dtype=torch.int32)
+    comm = Communicator()
+
+    def split(index: int) -> tuple[Tensor, Tensor]:
+        own = sets[index][:, :, begin : begin + share]
+        part = index_topk(q, own, weights, topk=topk, key_slots=slots)
+        return comm.all_merge_topk(*part, topk=topk)
+
+    def alone(index: int) -> tuple[Tensor, Tensor] | None:
+        return index_topk(q, sets[index], weights, topk=topk) if ranks.rank == 0 else None
+
+    functions: dict[str, Callable[[int], Any]] = {OURS: split, "one rank": alone}
+    with Load() as load:
+        samples = time_in_step(functions, num_sets=num_sets, rounds=31)
+    wrong = False
+    for index in range(num_sets):
+        true = index_topk(q, sets[index], weights, topk=topk)
+        wrong |= not all(map(torch.equal, split(index), true))
+    wrong = any(ranks.gather(wrong))
+    slowest = {name: slowest_rank(ranks, sample) for name, sample in samples.items()}
+    name = f"index of 64 heads over {length:,} keys on {ranks.size} ranks"
+    return row_of(name, slowest, load, 0.0, wrong)
+
+
 def row_of(
     name: str, samples: dict[str, Samples], load: Load, error: float, wrong: bool
 ) -> dict[str, Any]:
@@ -184,12 +332,13 @@ def measure(length: int, seconds: float, with_ranks: bool = True) -> Report:
     runs: list[Any] = [
         *(Run(case.name, partial(run_index, case, length, seconds)) for case in INDEXES),
         *(Run(f"rows, {n} heads", partial(run_rows, n, length, seconds)) for n in (128, 16)),
+        *(Run(case.name, partial(run_layer, case, length, seconds)) for case in (V32, M3)),
     ]
     with torch.inference_mode(), progress_bar(True) as progress:
         peak = fma_peak()
         rows = [run.measure() for run in shown(progress, runs)]
     if with_ranks:
-        rows.append(start_ranks(2, ["-m", "benchmarks.chosen", "--on-rank"]))
+        rows += start_ranks(2, ["-m", "benchmarks.chosen", "--on-rank"])
     return Report(
         name="chosen",
         title="Models that choose their keys",
@@ -230,7 +379,14 @@ NOTES = (
     "which pairs of bfloat16 make up to twice as many.",
     "torch: the products in bfloat16, and topk; transformers: the same in float32, to which it "
     "converts the keys of every token. For rows torch gathers them, which attention by ours does "
-    "without; making the pages is done in each layer.",
+    "without, and attends to them; making the pages is done in each layer.",
+    "A token of a layer: index, choice, local rows, pages and attention to them, without the "
+    "layer's projections. all keys, ours: dense attention to the same cache. transformers: keys "
+    "and values of all heads made of the latents, and attention to them, timed with 1,024 tokens "
+    "and multiplied, without the index.",
+    "The index on 2 ranks: the choice of each from half of the keys, and all_merge_topk; one "
+    "rank: from all keys on rank 0, while the other one waits. Ranks of one machine share the "
+    "memory that both read.",
     "error is the largest of a score, relative to the largest score, or of o, against float64. A "
     "choice that leaves a better key out is WRONG.",
 )
@@ -254,7 +410,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--on-rank", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if parsed.on_rank is not None:
-        run_rank(parsed.on_rank, merge_on_rank)
+        run_rank(parsed.on_rank, on_ranks)
         return 0
     return finish(measure(parsed.keys, parsed.seconds), parsed.out)
 

@@ -21,17 +21,18 @@ def test_every_case_is_measured_and_right() -> None:
     threads = torch.get_num_threads()
     report = chosen.measure(1024, 0.0, with_ranks=False)
     torch.set_num_threads(threads)
-    assert report.wrong == [] and len(report.rows) == len(chosen.INDEXES) + 2
+    assert report.wrong == [] and len(report.rows) == len(chosen.INDEXES) + 4
     assert all(0 < row["error"] < 1e-2 for row in report.rows)
 
 
-def merge(rank: int, world_size: int) -> dict[str, object]:
-    return chosen.merge_on_rank(chosen.Ranks())
+def on_ranks(rank: int, world_size: int) -> list[dict[str, object]]:
+    return chosen.on_ranks(chosen.Ranks(), 4096)
 
 
-def test_the_merge_is_measured_and_right() -> None:
-    for row in run_ranks(merge, 2):
-        assert not row["wrong"] and "all_merge_topk of 2" in row["name"]
+def test_merge_and_split_index_are_measured_and_right() -> None:
+    for merge, index in run_ranks(on_ranks, 2):
+        assert not merge["wrong"] and "all_merge_topk of 2" in merge["name"]
+        assert not index["wrong"] and "4,096 keys on 2 ranks" in index["name"]
 
 
 def test_a_key_that_is_left_out_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,3 +49,4 @@ def test_other_rows_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(chosen, "lean_decode", of_others)
     assert chosen.run_rows(16, 4096, 0.0)["wrong"]
+    assert chosen.run_layer(chosen.M3, 4096, 0.0)["wrong"]
