@@ -2,7 +2,7 @@
 """Calls with the text alone of models that take images or sound as well."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +17,10 @@ _KINDS = ("token_type_ids", "mm_token_type_ids")
 _OF_TEXT = {*KNOWN, *_KINDS, OLD_CACHE_NAME, "self", "labels", "kwargs"}
 
 
-def check_text_alone(op: str, others: Iterable[str], arguments: Mapping[str, Any]) -> None:
+def check_text_alone(op: str, others: Collection[str], arguments: Mapping[str, Any]) -> None:
     """Raises NotImplementedError where `op` is given one of the `others`, or names their tokens."""
+    if not others:  # a model of text, which may have kinds of tokens of its own, as GPT-2 has
+        return
     for name in others:
         value = arguments.get(name)
         is_empty = value is None or (isinstance(value, (Mapping, list, tuple)) and not value)
