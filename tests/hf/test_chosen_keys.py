@@ -446,7 +446,10 @@ def test_a_layer_without_the_indexer_that_the_configuration_names() -> None:
     "name, says",
     [
         ("DeepseekV4Config", "'deepseek_v4' keeps compressed keys in addition to the keys of its"),
-        ("Glm5NextConfig", "'glm5_next_text' chooses pools of keys, next to layers that keep states"),
+        (
+            "Glm5NextConfig",
+            "'glm5_next_text' chooses pools of keys, next to layers that keep states",
+        ),
         ("Qwen4ExpTextConfig", "'qwen4_exp_text' chooses keys in code of its own"),
         ("Qwen4ExpConfig", "'qwen4_exp_text' chooses keys in code of its own"),
     ],

@@ -221,12 +221,6 @@ def planned(form: str) -> tuple[float, float]:
     return split.token_seconds(hosts).total, split.prefill_seconds(hosts).total
 
 
-def tokens_ahead() -> float:
-    """New tokens from which split weights are ahead of a split prompt."""
-    split, heads = planned(PROMPTS), planned(SPLIT_BY_HEADS)
-    return (heads[1] - split[1]) / (split[0] - heads[0])
-
-
 def planned_group() -> Group:
     machines = tuple(Machine("", read, 1e15, 512e9, "10gbe") for read in (60e9, 20e9))
     return Group(LLAMA_8B, SPLIT, machines, LINKS["10gbe"], Work(32 << 10))
@@ -326,7 +320,6 @@ VALUES: dict[str, Callable[[], float]] = {
     "plan.prompt_heads": lambda: planned(SPLIT_BY_HEADS)[1],
     "plan.token_split": lambda: 1e3 * planned(PROMPTS)[0],
     "plan.token_heads": lambda: 1e3 * planned(SPLIT_BY_HEADS)[0],
-    "plan.tokens_ahead": tokens_ahead,
     "planned_shares.alone": lambda: 1e3 * planned_group().without([1]).seconds,
     "planned_shares.even": lambda: 1e3 * planned_group().token_seconds(None),
     "planned_shares.shares": lambda: 1e3 * planned_group().seconds,

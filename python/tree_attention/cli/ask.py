@@ -55,12 +55,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argument_parser(
         "ask",
         "Prints the answers to questions about a document that prepare has read, in the order of "
-        "the questions, which are asked in one batch. The number of ranks may be another one.",
+        "the questions, which are asked in as few batches as their lengths allow. The number of "
+        "ranks may be another one.",
         'ask report "Who wrote it?" "When?" --model DIR',
         "ask report --model DIR --questions questions.txt --ranks 2 --json answers.json",
     )
     parser.add_argument("document", type=Path, metavar="DIR", help="Directory that prepare wrote.")
-    parser.add_argument("question", nargs="*", metavar="QUESTION", help="Question to ask.")
+    parser.add_argument(
+        "question",
+        nargs="*",
+        metavar="QUESTION",
+        help="Question to ask, if there is no --questions.",
+    )
     parser.add_argument(
         "--questions",
         type=Path,
