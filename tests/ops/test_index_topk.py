@@ -105,6 +105,16 @@ def test_choices_are_exact_where_scores_are(
     assert torch.equal(found[0].signbit(), found[0] < 0), "-0 is 0"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_how_heads_are_cut(dtype: torch.dtype, instruction_set: str) -> None:
+    """As many workers as leave each one a few of the 64 heads."""
+    generator = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(1, n, m, 64, generator=generator).to(dtype) for n, m in ((64, 1), (1, 700)))
+    found = [index_topk(q, k, topk=350, num_workers=n) for n in (1, 16, 17, 64)]
+    for scores, slots in found[1:]:
+        assert torch.equal(scores, found[0][0]) and torch.equal(slots, found[0][1])
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["one token", "16 heads", "4 heads", "odd", "blocks"])

@@ -289,7 +289,7 @@ class Launch {
         p_.dtype,       unit.num_heads,
         p_.head_dim,    static_cast<const char*>(p_.q) + element * element_size(p_.dtype),
         p_.q_stride[1], nullptr,
-        p_.scale};
+        p_.scale,       p_.num_heads};
     if (p_.weights == nullptr) return heads;
     for (int64_t head = 0; head < p_.num_heads; ++head) {
       weights[head] = p_.weights[unit.batch * p_.weights_stride[0] + head * p_.weights_stride[1] +

@@ -64,7 +64,7 @@ inline void multiply_heads(const uint32_t* q, int64_t head_dim, const BFloat16* 
 
 struct PairScores {
   static bool takes(const IndexHeads& heads) { return heads.dtype == DataType::kBFloat16; }
-  static bool has_few_heads(const IndexHeads& heads) { return heads.num_heads <= kFewHeads; }
+  static bool has_few_heads(const IndexHeads& heads) { return heads.num_all_heads <= kFewHeads; }
   static int64_t vecs(const IndexHeads& heads) { return (heads.num_heads + kLanes - 1) / kLanes; }
   static size_t query_bytes(const IndexHeads& heads) {
     if (!takes(heads)) return VectorScores::query_bytes(heads);

@@ -21,6 +21,7 @@ struct IndexHeads {
   int64_t q_stride;      // in elements
   const float* weights;  // [num_heads]; null: a score for each head
   float scale;
+  int64_t num_all_heads;  // of the call: how it is cut must not change the order of sums
 };
 
 struct ScoreTile {
