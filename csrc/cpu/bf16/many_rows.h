@@ -156,8 +156,6 @@ class ManyRowsAttention {
   // False if o and lse are not what they should be: few rows at a time have to compute them.
   bool run(float* o, float* lse) {
     if (!locate_ranges(p_, rows_, range_, num_rows_, m_)) return false;
-    locate_packed(0);
-    if (p_.page_table != nullptr) fetch_first();
     pack_queries();
     for (int64_t i = 0; i < num_rows_ * p_.head_dim_v; i += kLanes) {
       store(m_.acc + i, zero());
@@ -167,6 +165,7 @@ class ManyRowsAttention {
       m_.base[row] = m_.total_base[row] = kNoBase;
       m_.sum[row] = 0.0;
     }
+    locate_packed(0);
     for (int64_t key = 0; key < num_keys(); key += kPackedKeys) {
       if (key > 0 && key % kFlushKeys == 0) flush_rows();
       attend_packed(key);
@@ -220,13 +219,6 @@ class ManyRowsAttention {
       keys_.locate(i, end_of_step(i, end), *step++);
     }
     num_steps_[place] = static_cast<int>(step - steps_[place]);
-  }
-
-  // The first keys come while queries are packed. Contiguous ones need no help.
-  void fetch_first() {
-    FarPrefetch<T> far(p_.head_dim, p_.head_dim_v);
-    far.begin(steps_[0], num_steps_[0]);
-    for (int64_t line = far.lines(); line > 0; --line) far.fetch();
   }
 
   void attend_packed(int64_t key) {
