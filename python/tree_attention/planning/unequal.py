@@ -109,14 +109,16 @@ class Group:
 
     @cached_property
     def unhelpful(self) -> tuple[int, ...]:
-        """The slowest ranks, as many as make the time of a token least if they are left out."""
+        """The slowest ranks, as many as make the time of a token least if they are left out, or
+        none where that gains little."""
         speeds = self._speeds
         order = sorted(range(self._units), key=lambda unit: (speeds[unit], -unit))
         found = min(
             ([r for u in order[:count] for r in self._members(u)] for count in range(self._units)),
             key=lambda ranks: self.without(ranks).seconds_if_it_fits,
         )
-        return tuple(sorted(found))
+        limit = self.seconds_if_it_fits / (1 + _LEAST_GAIN)
+        return tuple(sorted(found)) if self.without(found).seconds_if_it_fits <= limit else ()
 
     @cached_property
     def seconds_without(self) -> list[float]:
