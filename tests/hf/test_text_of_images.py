@@ -29,6 +29,7 @@ from tiers import tiers_of
 from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention.__main__ import main
 from tree_attention.cli.models import find_model
+from tree_attention.hf.prompts.forward import may_be_chunked, rope_of_all_positions
 
 ROOT = Path(__file__).parents[2]
 _TEXT = {
@@ -288,6 +289,34 @@ def test_whole_models_that_are_enabled(name: str, world_size: int) -> None:
     with torch.no_grad(), stable_choices():
         expected, logits = model.generate(IDS, **GREEDY), model(IDS).logits
     run_ranks(_enable, world_size, name, expected, logits)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL", "Qwen 3.5"])
+def test_positions_of_an_earlier_call_are_forgotten(name: str) -> None:
+    """Offsets after images, and of as many sequences as the call before had."""
+    model, asked = _whole(name), IDS[:1]
+    said = [model.generate(asked, **GREEDY)]
+    said.append(model.generate(torch.cat([said[0], asked], 1), **GREEDY))
+    hf.enable(model).base_model.rope_deltas = torch.full((1, 1), -5)
+    cache = hf.TreeCache(model.config)
+    assert torch.equal(model.generate(asked, **{hf.CACHE_NAME: cache}, **GREEDY), said[0])
+    ids = torch.cat([said[0], asked], 1)
+    assert torch.equal(model.generate(ids, **{hf.CACHE_NAME: cache}, **GREEDY), said[1])
+    document = hf.TreeCache(model.config)
+    with torch.no_grad():
+        model(said[0][:, :-1], **{hf.CACHE_NAME: document})
+    for rows in (3, 2, 1):
+        shared = {hf.CACHE_NAME: document.share(rows)}
+        assert torch.equal(model.generate(ids.repeat(rows, 1), **shared, **GREEDY)[-1:], said[1])
+
+
+def test_beams_of_a_rope_that_all_positions_change() -> None:
+    """Which the configuration of the text alone has: the prompt is read whole."""
+    text = _whole("Mistral 3").config.text_config
+    text.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    whole = transformers.Mistral3Config(text_config=text)
+    assert rope_of_all_positions(whole) == rope_of_all_positions(text) == "dynamic"
+    assert not may_be_chunked(whole)
 
 
 def test_what_enable_changes_is_undone() -> None:

@@ -42,7 +42,7 @@ from .refusals import (
 )
 from .release import CACHE_NAME, generate_without_enable
 from .sampling import SynchronizeLogits
-from .text import check_text_alone, others_of
+from .text import check_text_alone, forget_images, others_of
 
 # Arguments of a forward pass whose last axis runs over the tokens of the text.
 _OF_TOKENS = {"position_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
@@ -111,6 +111,7 @@ def generate(
                 # `generate` before it asks for a cache.
                 raise unsupported_cache("paged")
             check_text_alone("generate", others, arguments)
+            forget_images(model)
             output = original(*args, **kwargs)
         except ExchangeError:  # which the others have, too
             raise

@@ -38,6 +38,14 @@ def check_text_alone(op: str, others: Collection[str], arguments: Mapping[str, A
             )
 
 
+def forget_images(model: PreTrainedModel) -> None:
+    """Forgets what images have added to positions, which models like Qwen3-VL keep for the tokens
+    of the next call, with its number of sequences."""
+    base: Any = model.base_model
+    if hasattr(base, "rope_deltas"):
+        base.rope_deltas = None
+
+
 def text_alone(model: PreTrainedModel) -> Callable[..., Any]:
     """A function in place of the forward of such a model, which refuses anything but text."""
     signature, others = inspect.signature(type(model).forward), others_of(model)
@@ -45,6 +53,7 @@ def text_alone(model: PreTrainedModel) -> Callable[..., Any]:
     def forward(original: Any, self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         arguments = arguments_by_name(signature, self, *args, **kwargs)
         check_text_alone("tree_attention", others, arguments)
+        forget_images(self)
         # Zeros, which a processor gives, would have a mask made for images.
         return original(**{name: x for name, x in arguments.items() if name not in _KINDS})
 

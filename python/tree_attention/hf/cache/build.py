@@ -14,6 +14,7 @@ from transformers import cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from ...deterministic import Blocks
+from ...weights.text import text_config
 from .chosen_keys import (
     BlockLayer,
     Index,
@@ -227,6 +228,7 @@ def state_kinds(config: PreTrainedConfig) -> list[str]:
 def goes_on_from_states(config: PreTrainedConfig) -> bool:
     """True where a pass of several tokens goes on from the states of the tokens before it, or no
     layer keeps one."""
+    config = text_config(config)
     return not state_kinds(config) or (_DO_GO_ON and config.model_type in _GO_ON_FROM_A_STATE)
 
 

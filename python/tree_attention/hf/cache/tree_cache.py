@@ -187,7 +187,7 @@ class TreeCache(StateCache):
         once for all rows. Layers with a window or a state copy what they keep, as do all layers of
         a model that chooses its keys by an index. Both caches go on independently, and more may be
         made. The result can be cropped down to these tokens, to ask again, and `reorder_cache`,
-        `batch_select_indices` and `copy.deepcopy` touch the tokens behind them alone; it cannot be
+        `batch_select_indices` and `copy.deepcopy` touch the rows' own tokens alone; it cannot be
         saved, resharded or shared.
 
         Args:

@@ -41,10 +41,7 @@ _ROPES_OF_ALL_POSITIONS = ("dynamic", "longrope")
 
 def may_be_chunked(config: PreTrainedConfig) -> bool:
     """True where a prompt in chunks is known to give the same as the whole prompt."""
-    config = text_config(config)
-    if rope_of_all_positions(config) is not None:
-        return False
-    return goes_on_from_states(config)
+    return rope_of_all_positions(config) is None and goes_on_from_states(config)
 
 
 def arguments_by_name(signature: inspect.Signature, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -92,7 +89,7 @@ def splits_prompts(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> b
 
 def rope_of_all_positions(config: PreTrainedConfig) -> str | None:
     """The type of a rotary embedding that turns a token otherwise in another chunk, or None."""
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(text_config(config), "rope_parameters", None) or {}
     # A configuration may have rope parameters for each type of layer.
     for each in (parameters, *parameters.values()):
         if isinstance(each, Mapping) and each.get("rope_type") in _ROPES_OF_ALL_POSITIONS:

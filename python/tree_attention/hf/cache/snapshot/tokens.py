@@ -95,6 +95,6 @@ def find_prefix(root: str | os.PathLike[str], tokens: Any) -> tuple[Path, int] |
             found.append((common, -len(saved), path))
     if not found:
         return None
-    # Of equal ones the one that holds the least behind: layers with a window go back only so far.
+    # Of equal ones the one with the fewest further tokens: windows can be cropped only so far.
     common, _, path = max(found, key=lambda each: each[:2])
     return path, common
