@@ -206,12 +206,12 @@ def test_other_weights_are_refused(
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((), "ask: there is no question: write one behind DIR, or give --questions FILE\n"),
+        ((), "ask: there is no question: write one after DIR, or give --questions FILE\n"),
         (("Who?", " "), "ask: question 2 of 2 is blank: leave it out\n"),
         (("Who?", "--max-new-tokens", "0"), "ask: --max-new-tokens must be at least 1, got 0\n"),
         (("Who?", "--format", "Q"), "ask: --format must have {question} in it, got 'Q'\n"),
         (("--questions", "none.txt"), "ask: --questions none.txt: No such file or directory\n"),
-        (("--questions", "/dev/null"), "ask: there is no question: write one behind DIR, or give"),
+        (("--questions", "/dev/null"), "ask: there is no question: write one after DIR, or give"),
         (("Who?", "--max-new-tokens", "9000"), "but the model has 8192 positions: shorten the"),
         (("Who?", "--tensor-parallel-size", "2"), "must be 1, with which"),
     ],

@@ -76,7 +76,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--format",
         metavar="TEXT",
-        help=f"Text that follows the document, with {_QUESTION} in it; without it that is behind "
+        help=f"Text that follows the document, with {_QUESTION} in it; without it that follows "
         '"Question:", and "Answer:" on the next line.',
     )
     parser.add_argument(
@@ -114,7 +114,7 @@ def check(arguments: argparse.Namespace) -> None:
     if file is not None:
         texts += text_in("--questions", file).splitlines()
     if not texts:
-        raise UsageError("there is no question: write one behind DIR, or give --questions FILE")
+        raise UsageError("there is no question: write one after DIR, or give --questions FILE")
     for number, text in enumerate(texts, 1):
         if not text.strip():
             raise UsageError(f"question {number} of {len(texts)} is blank: leave it out")
@@ -148,7 +148,10 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     begin = time.perf_counter()
     try:
         document = _tokens_of(read_entries(directory / INDEX), arguments, model)
-        cache = hf.TreeCache.load(directory, model.config, **cache_options(arguments, part, model))
+        with device:  # of states, which are made as the model's tensors are
+            cache = hf.TreeCache.load(
+                directory, model.config, **cache_options(arguments, part, model)
+            )
     except (OSError, ValueError) as error:
         raise UsageError(f"the document in {arguments.document} does not load: {error}") from error
     load_seconds = time.perf_counter() - begin
@@ -183,10 +186,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
         mask = torch.ones_like(ids)
         for row, hole in enumerate(lengths):
             mask[row, len(document) : len(document) + hole] = 0
-        try:
-            shared = cache.share(len(rows))
-        except ValueError as error:
-            raise UsageError(f"--model {arguments.model}: {error}") from error
+        shared = cache.share(len(rows))
         answers.rows = rows
         try:
             with torch.inference_mode():

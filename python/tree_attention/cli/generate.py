@@ -490,6 +490,8 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
                 raise UsageError(f"--weights split: {error}") from error
             if scheme is not None:
                 raise UsageError(f"--weight-dtype {scheme}: {error}") from error
+            if size > 1 and arguments.command != "generate":  # whose directories are of heads
+                raise UsageError(f"--tensor-parallel-size {size}: {error}") from error
             if world.root:
                 report(arguments.command, f"every process has all weights: {error}")
     model = load(path, attn_implementation=arguments.attention, dtype=dtype or "auto").to(device)
@@ -497,8 +499,10 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
         try:
             hf.enable(model, **options)
         except ValueError as error:
-            sdpa = "--attention sdpa generates in one process"
-            raise UsageError(f"--model {path}: {error}; {sdpa}") from error
+            instead = ""
+            if arguments.command == "generate":
+                instead = "; --attention sdpa generates in one process"
+            raise UsageError(f"--model {path}: {error}{instead}") from error
     return model
 
 

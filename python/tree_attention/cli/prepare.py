@@ -109,8 +109,9 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
         except ExchangeError as error:
             raise ExchangeError(f"{error}. {advice(model, cache)}") from error
     directory = place(arguments.out, arguments.tensor_parallel_size, part.world.rank)
+    facts = facts_of(arguments, model)
     try:
-        save(cache, directory, ids, facts_of(arguments, model))
+        save(cache, directory, ids, facts)
     except OSError as error:
         raise UsageError(f"--out {arguments.out}: {error}") from error
     screen.remarks.print(
