@@ -181,7 +181,10 @@ def _split_checkpoints(family: str, world_size: int) -> Iterator[Options]:
 
 
 def _most_tensor_ranks(family: str, world_size: int) -> Iterator[Options]:
-    yield [*_split_weights(family, world_size)][-1]
+    """The largest with several ranks of the same heads, where a rank's number in its tensor group
+    is not its number in the world."""
+    ways = [*_split_weights(family, world_size)]
+    yield [x for x in ways if x["tensor_parallel_size"] < world_size][-1]
 
 
 def _most_of_checkpoints(family: str, world_size: int) -> Iterator[Options]:
