@@ -59,7 +59,7 @@ def documents(session: Conversation, rng: Random) -> str:
 def _take_one_sequence(session: Conversation) -> None:
     """In an empty cache that can be shared."""
     session.cache_options = session.cache_options | {"max_length": None}
-    layout = session.options["layout"]
+    layout = session.cache.shard.layout
     session.cache = hf.TreeCache(
         session.model.config, session.comm, layout, **session.cache_options
     )
