@@ -232,7 +232,7 @@ std::vector<PageGroup> unpack_groups(at::IntArrayRef numbers, const at::Tensor& 
   std::vector<int64_t> ends(table.size(0), 0);
   for (size_t place = 0; place < numbers.size();) {
     const int64_t num_rows = numbers[place++];
-    TORCH_CHECK_VALUE(0 <= num_rows && num_rows + 2 <= static_cast<int64_t>(numbers.size() - place),
+    TORCH_CHECK_VALUE(0 <= num_rows && num_rows <= static_cast<int64_t>(numbers.size() - place) - 2,
                       kOp, ": groups must be whole, got ", num_rows, " rows at number ", place - 1,
                       " of ", numbers.size());
     const int64_t* rows = numbers.data() + place;

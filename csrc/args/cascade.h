@@ -62,7 +62,7 @@ class CascadeParts {
   at::ScalarType result_dtype() const { return *args_.result_dtype; }
 
  private:
-  DecodeArgs args_;  // with ranges of keys, and float32 states
+  DecodeArgs args_;  // with float32 states
   const std::vector<PageGroup>& groups_;
   std::vector<int64_t> places_;  // of each group: the part that its states are
   at::Tensor o_, lse_;

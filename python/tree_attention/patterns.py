@@ -346,7 +346,7 @@ def by_rows(
         _pages(k, size, factors),
         _pages(v, size, factors),
         F.pad(ends.reshape(-1, 1, 1), (1, 0)),
-        numbers.flatten(0, 2),
+        numbers.flatten(0, 2).contiguous(),
     )
 
 
