@@ -328,6 +328,8 @@ def row_of(
 
 def measure(length: int, seconds: float, with_ranks: bool = True) -> Report:
     torch.set_num_threads(1)
+    # First, because ranks may use the processors that the process which starts them may use.
+    of_ranks = start_ranks(2, ["-m", "benchmarks.chosen", "--on-rank"]) if with_ranks else []
     cpus = pin_threads()
     runs: list[Any] = [
         *(Run(case.name, partial(run_index, case, length, seconds)) for case in INDEXES),
@@ -336,9 +338,7 @@ def measure(length: int, seconds: float, with_ranks: bool = True) -> Report:
     ]
     with torch.inference_mode(), progress_bar(True) as progress:
         peak = fma_peak()
-        rows = [run.measure() for run in shown(progress, runs)]
-    if with_ranks:
-        rows += start_ranks(2, ["-m", "benchmarks.chosen", "--on-rank"])
+        rows = [run.measure() for run in shown(progress, runs)] + of_ranks
     return Report(
         name="chosen",
         title="Models that choose their keys",
