@@ -96,7 +96,7 @@ OPERATORS = tuple(
     f"tests/ops/test_{name}.py"
     for name in (
         *("lean_decode", "lean_decode_out", "merge_states", "append_kv", "several_ranges"),
-        *("decode_rounding", "append_kv_errors", "op_compile"),
+        *("decode_rounding", "append_kv_errors", "op_compile", "cascade_decode"),
     )
 )
 OTHERS = (
