@@ -338,9 +338,7 @@ VALUES: dict[str, Callable[[], float]] = {
     "chosen.index": lambda: (
         cell("chosen", "ours us", case="index of 64 heads (DeepSeek-V3.2)") / 1e3
     ),
-    "chosen.merge": lambda: (
-        cell("chosen", "ours us", case="all_merge_topk of 2 x 2,048, loopback") / 1e3
-    ),
+    "chosen.merge": lambda: cell("chosen", "ours us", case="all_merge_topk of 2 x 2,048, loopback"),
     "cpu.first_share": variant("AVX-512 without fetching ahead", SHARE),
     "cpu.avx512_share": variant("AVX-512, bfloat16, windows alone", SHARE),
     "cpu.best_share": variant(
@@ -446,8 +444,10 @@ VALUES: dict[str, Callable[[], float]] = {
     "unequal.alone": unequal("100 %, alone"),
     "unequal.even": unequal("100 % + 33 %, even"),
     "unequal.auto": unequal("100 % + 33 %, auto"),
-    "unequal.of_sum": unequal("100 % + 33 %, auto", "of the sum of speeds"),
-    "unequal.left_out": unequal("100 % + 10 %, auto"),
+    "unequal.planned": unequal("100 % + 33 %, auto", "planned ms"),
+    "unequal.very_slow": unequal("100 % + 10 %, auto"),
+    "unequal.planned_very_slow": unequal("100 % + 10 %, auto", "planned ms"),
+    "unequal.ceiling": unequal("100 % + 100 %, auto", "of the sum of speeds"),
     "engines.eager": lambda: cell("engines", "decode ms", context="4096", engine="ours"),
     "engines.compiled": lambda: cell("engines", "decode ms", context="4096", x="ours_compiled"),
 }
