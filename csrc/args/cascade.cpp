@@ -93,8 +93,8 @@ class Costs {
       : of_key_(heads_kv * (columns + columns_v)),
         of_group_(3'000'000),
         of_row_(80 * heads * columns_v) {
-    if (has_8_bits) of_key_ *= 2;         // which are widened for each sequence again
-    if (heads == heads_kv) of_key_ *= 2;  // of which reading takes longer than multiplying
+    if (has_8_bits) of_key_ *= 2;         // such keys are widened for each sequence
+    if (heads == heads_kv) of_key_ *= 2;  // reading them takes longer than multiplying
   }
   // A group pays which saves so many reads of a key.
   explicit Costs(int64_t least_keys_saved)
@@ -277,7 +277,7 @@ std::vector<int64_t> page_groups(const at::Tensor& page_table, at::IntArrayRef n
                                : page_table.to(at::kLong).contiguous();
   std::vector<Pages> seen;
   for (const int64_t number : num_pages) seen.push_back({0, number});
-  // The caller has not said of which heads: as many as models often have.
+  // The caller does not say how many heads there are: count as many as models often have.
   const Costs costs = least_keys_saved ? Costs(*least_keys_saved) : Costs(32, 8, 128, 128, false);
   std::vector<int64_t> numbers;
   for (const PageGroup& group : find_groups(table, seen, page_size, costs)) {

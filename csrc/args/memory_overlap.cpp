@@ -4,7 +4,7 @@
 // of them meet in a place that at most two steps along each axis lead to, so that views of equal
 // outer strides, such as the keys and values of pages, are told apart exactly. What is not nested,
 // or of other strides and between each other, counts as overlapping. at::assert_no_overlap passes
-// every pair of which one has gaps.
+// every pair in which one tensor has gaps.
 #include "args/memory_overlap.h"
 
 #include <c10/util/Exception.h>

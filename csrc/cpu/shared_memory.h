@@ -3,7 +3,7 @@
 // Messages between the processes of one host through memory that they share. A socket's message of
 // a few KiB wakes a thread in each process, which costs a scheduler's time slice where that thread
 // has to share its core with the computation; here the caller itself moves the bytes and watches
-// for those of the others.
+// for the bytes of the others.
 #pragma once
 
 #include <atomic>

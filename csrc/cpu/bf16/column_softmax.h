@@ -74,7 +74,7 @@ inline void store_weight_pairs(Vec a, Vec b, float* out, int64_t stride) {
   }
 }
 
-// Below, `scores` are those of the vector of rows from `row` on, the packed keys `stride` apart;
+// Below, `scores` belong to the vector of rows from `row` on, the packed keys `stride` apart;
 // `acc` and `total` are its sums of values, head_dim_v vectors `stride` apart.
 
 // Scores of keys that a row does not see become -inf.

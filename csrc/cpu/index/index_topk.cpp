@@ -299,7 +299,7 @@ class Launch {
     return heads;
   }
 
-  // Makes `tile` that of `keys`, of those up to `end`.
+  // Makes `tile` name the keys of the range `keys`, and after them further ones up to `end`.
   void locate(int64_t batch, KeyRange keys, int64_t end, ScoreTile& tile) const {
     constexpr int64_t kMost = std::extent_v<decltype(tile.keys)>;
     const auto size = static_cast<int64_t>(element_size(p_.dtype));

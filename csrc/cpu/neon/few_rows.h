@@ -46,7 +46,7 @@ inline void score_matrices(const T* const* k, int count, const BFloat16* q, int6
     for_pieces(head_dim, loader, [&](int64_t d, const auto& loads) __attribute__((always_inline)) {
       uint16x8_t rows[kPairs][4];
       for (int pair = 0; pair < kPairs; ++pair) {
-        const BFloat16* even = q + 2 * pair * stride + d;  // beside itself, or the next row
+        const BFloat16* even = q + 2 * pair * stride + d;  // next to itself or the next row
         queries.load_keys(even, 2 * pair + 1 < kRows ? even + stride : even, rows[pair]);
       }
       for (int i = 0; i < kScoredKeys / 2; ++i) {

@@ -62,7 +62,7 @@ inline void load_query(const DecodeParams& p, const Rows& rows, int64_t row, flo
       } else {
         load_pair(source + d, static_cast<int>(p.head_dim - d), a, b);
       }
-      if constexpr (kIsScaled<T>) to_memory_order(source, a, b);  // that of 8 bits
+      if constexpr (kIsScaled<T>) to_memory_order(source, a, b);  // the order of values of 8 bits
       store(out + d, mul(a, scale));
       store(out + d + kLanes, mul(b, scale));
     }

@@ -111,9 +111,9 @@ class LinesAhead {
 };
 
 // Calls body(first key, step, next step, window) for the steps of [begin, end). The step after the
-// last one is that of the keys up to `limit`, or itself where there are none. The window begins
-// more than a window's keys later; it is null where there are few keys or none so far. Window: a
-// Window<T>, or what an instruction set fetches instead.
+// last one has the keys up to `limit`, or is the last one itself where there are none. The window
+// begins more than a window's keys later; it is null where there are few keys or none so far.
+// Window: a Window<T>, or what an instruction set fetches instead.
 template <typename T, typename Window, typename Body>
 inline void for_steps(const DecodeParams& p, const Keys<T>& keys, int64_t begin, int64_t end,
                       int64_t limit, const Body& body) {

@@ -144,7 +144,7 @@ void give_back(Workspaces& all, std::map<Sequence, Owned>::iterator entry) {
   all.used.erase(entry);
 }
 
-// Makes the workspaces of captures idle whose graphs are destroyed.
+// Makes workspaces idle that belong to captures whose graphs are destroyed.
 void collect(Workspaces& all) {
   std::vector<Sequence> ended;
   {
