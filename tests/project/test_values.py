@@ -444,6 +444,17 @@ VALUES: dict[str, Callable[[], float]] = {
     "unequal.alone": unequal("100 %, alone"),
     "unequal.even": unequal("100 % + 33 %, even"),
     "unequal.auto": unequal("100 % + 33 %, auto"),
+    "cascade.bf16": lambda: cell(
+        "cascade", "lean_decode /cascade", case="8 rows, 32768 keys, bf16"
+    ),
+    "cascade.int8": lambda: cell(
+        "cascade", "lean_decode /cascade", case="8 rows, 32768 keys, int8"
+    ),
+    "cascade.short": lambda: cell("cascade", "lean_decode /cascade", case="2 rows, 512 keys, bf16"),
+    "chosen.few": lambda: cell("chosen", "/reading", case="index of 4 heads"),
+    "chosen.transformers": lambda: (
+        float(read_table("chosen").rows[0]["others us"].rpartition(" ")[2].replace(",", "")) / 1e3
+    ),
     "unequal.planned": unequal("100 % + 33 %, auto", "planned ms"),
     "unequal.very_slow": unequal("100 % + 10 %, auto"),
     "unequal.planned_very_slow": unequal("100 % + 10 %, auto", "planned ms"),
