@@ -6,8 +6,16 @@ from itertools import product
 
 import pytest
 
-from tree_attention.planning.arithmetic import FORMS, SPLIT, SPLIT_BY_HEADS, WHOLE, Split, Work
-from tree_attention.planning.machines import LINKS, Hosts, Machine
+from tree_attention.planning.arithmetic import (
+    FORMS,
+    PROMPTS,
+    SPLIT,
+    SPLIT_BY_HEADS,
+    WHOLE,
+    Split,
+    Work,
+)
+from tree_attention.planning.machines import LINKS, MACHINES, Hosts, Machine
 from tree_attention.planning.models import NAMED
 from tree_attention.planning.unequal import Group, by_speed
 
@@ -64,6 +72,15 @@ def test_the_fastest_alone_may_be_faster_though_all_others_together_gain() -> No
     assert "rank 3 (host of 290) read 280, 270, 290 GB/s and rank 1 300: a tok" in found.advice
     # Of hosts that are alike, the last are left out.
     assert group(300, 300, link="1gbe").unhelpful == (1,)
+
+
+def test_equal_hosts_stay_together_where_little_would_be_gained() -> None:
+    """The others' memory and their part of the prompt are worth more than 1 % of a token."""
+    machines = (MACHINES["cpu"],) * 8
+    found = Group(NAMED["llama-3.2-1b"], PROMPTS, machines, LINKS["10gbe"], Work(32768))
+    alone = found.without(range(1, 8)).seconds
+    assert 0.95 * found.seconds < alone < found.seconds
+    assert found.unhelpful == ()
 
 
 def test_time_without_each_rank() -> None:

@@ -23,6 +23,8 @@ _LEAST_GAIN = 0.05
 # Sums of shares that are tried first: a cycle of the cache has as many blocks.
 _FEW = 16
 _OF_MEMORY = 0.9  # the rest is for activations
+# A machine that is faster than this part of the fastest is as good as the fastest.
+_AS_FAST = 0.85
 _STEPS = 60  # of a bisection: to the last bits of a float
 
 
@@ -109,16 +111,20 @@ class Group:
 
     @cached_property
     def unhelpful(self) -> tuple[int, ...]:
-        """The slowest ranks, as many as make the time of a token least if they are left out, or
-        none where that gains little."""
+        """The slowest ranks, as many as make the time of a token least if they are left out. Ranks
+        that are about as fast as the fastest are left out only where that gains something."""
         speeds = self._speeds
         order = sorted(range(self._units), key=lambda unit: (speeds[unit], -unit))
-        found = min(
-            ([r for u in order[:count] for r in self._members(u)] for count in range(self._units)),
-            key=lambda ranks: self.without(ranks).seconds_if_it_fits,
-        )
-        limit = self.seconds_if_it_fits / (1 + _LEAST_GAIN)
-        return tuple(sorted(found)) if self.without(found).seconds_if_it_fits <= limit else ()
+        num_slow = sum(speed < _AS_FAST * max(speeds) for speed in speeds)
+
+        def ranks(count: int) -> tuple[int, ...]:
+            return tuple(sorted(r for unit in order[:count] for r in self._members(unit)))
+
+        def seconds(count: int) -> float:
+            least = 1.0 if count <= num_slow else 1 + _LEAST_GAIN
+            return least * self.without(ranks(count)).seconds_if_it_fits
+
+        return ranks(min(range(self._units), key=seconds))
 
     @cached_property
     def seconds_without(self) -> list[float]:
