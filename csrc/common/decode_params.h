@@ -56,8 +56,8 @@ struct DecodeParams {
   DataType dtype;       // of q
   DataType kv_dtype;    // of k and v: the dtype of q, or one of 8 bits
   DataType out_dtype;   // of o
-  // Of the result that o is, or is a part of: float32 states of a call are merged and then rounded
-  // to it, and weights need no more digits than it has.
+  // The dtype of the result. It is out_dtype, unless o is a float32 state that is merged with
+  // others and then rounded to this dtype: weights need no more digits than it has.
   DataType result_dtype;
 
   TREE_ATTENTION_HOST_DEVICE int32_t group_size() const { return num_heads_q / num_heads_kv; }

@@ -17,7 +17,8 @@ import numpy as np
 _LISTS = (Sequence, np.ndarray)
 # The largest integer that tensors and the operators' C++ hold.
 MAX_INTEGER = (1 << 63) - 1
-# Of a time for which ranks wait: the largest, 115 days, and what an exchange waits for an answer.
+# The longest time that ranks may be told to wait, 115 days, and the time that an exchange waits for
+# an answer by default.
 MAX_SECONDS = 10_000_000
 DEFAULT_TIMEOUT = 30.0
 

@@ -28,8 +28,8 @@ struct ScoreTile {
   static constexpr int kKeys = 64, kAhead = 16;
 
   int count;
-  // Of the dtype of q. Behind `count` of them lie some that the next tile has, as far as there are
-  // any, and then the last one again: they may be read, and fetched.
+  // The addresses of keys, of the dtype of q. After the first `count` come keys of the next tile,
+  // as far as there are any, and then the last key again: these may be read and fetched.
   const void* keys[kKeys + kAhead];
 };
 

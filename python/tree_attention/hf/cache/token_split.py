@@ -56,7 +56,7 @@ class TokenSplit:
         # By rank, indices in the chunk of the tokens that it computes, increasing.
         self.tokens = [tokens_at(self._place, r, length).to(device) for r in ranks]
         self.is_idle = not len(self.tokens[shard.rank])
-        # Those that the model of this rank is given.
+        # The tokens that the model of this rank is given.
         self.own = self.tokens[shard.rank]
         if self.is_idle:
             self.own = torch.zeros(1, dtype=torch.int64, device=device)
