@@ -46,9 +46,7 @@ _FORMAT = f"\n\nQuestion: {_QUESTION}\nAnswer:"
 
 
 def main(arguments: list[str]) -> int:
-    parsed = parse(arguments)
-    check(parsed)
-    return start(parsed, arguments, run)
+    return start(arguments, parse, check, run)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -134,7 +132,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..exchange import ExchangeError
-    from .checkpoint import load_tokenizer, make_greedy, num_positions
+    from .checkpoint import load_tokenizer, make_greedy, num_positions, pad_token
 
     tokenizer = load_tokenizer(arguments.model)
     model = load_model(arguments, part, device)
@@ -170,7 +168,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
             f"{longest} tokens, but the model has {limit} positions: shorten the question or "
             "--max-new-tokens"
         )
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = pad_token(tokenizer)
     answers = _Answers(part.world.root, arguments, model, tokenizer)
     num_bytes = 0
     for rows in _batches([len(ids) for ids in questions], _largest_hole(cache)):

@@ -101,6 +101,12 @@ def load_tokenizer(path: Path) -> Any:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
+def pad_token(tokenizer: Any) -> int | None:
+    """The id of padding, or of the end of a text where a tokenizer has none for padding."""
+    pad: int | None = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if pad is None else pad
+
+
 @contextmanager
 def damages_named(path: Path) -> Iterator[None]:
     """Turns errors of loading into one sentence with the name of the checkpoint. Errors of other

@@ -67,24 +67,25 @@ _CHOICES = {
     ),
     "prefill": (
         ("split", "replicated"),
-        "With replicated weights, whether each process reads a part of the prompt (split) or all "
-        "of it (replicated). auto splits long prompts",
+        "With replicated weights, whether each process reads a part of the prompt (split) or the "
+        "whole prompt (replicated). auto splits long prompts",
     ),
 }
 
 
 def main(arguments: list[str]) -> int:
-    parsed = parse(arguments)
-    check(parsed)
-    return start(parsed, arguments, run)
+    return start(arguments, parse, check, run)
 
 
 def start(
-    parsed: argparse.Namespace,
     arguments: list[str],
+    parse: Callable[[list[str]], argparse.Namespace],
+    check: Callable[[argparse.Namespace], None],
     work: Callable[[argparse.Namespace, Part, torch.device], int],
 ) -> int:
     """Runs `work` of a command that has a model, on all ranks; returns the exit status."""
+    parsed = parse(arguments)
+    check(parsed)
     command = parsed.command
     if parsed.ranks > 1 and not is_launched():
         return launch(command, parsed.ranks, ["-m", "tree_attention", command, *arguments])
@@ -342,7 +343,7 @@ def check_world(arguments: argparse.Namespace, world: World) -> None:
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..exchange import ExchangeError
-    from .checkpoint import load_tokenizer, make_greedy, num_positions
+    from .checkpoint import load_tokenizer, make_greedy, num_positions, pad_token
 
     world = part.world
     tokenizer = load_tokenizer(arguments.model)
@@ -369,7 +370,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
             f"the prompt has {num_tokens} tokens and {arguments.max_new_tokens} are to follow, but "
             f"the model has {limit} positions: shorten the prompt or --max-new-tokens"
         )
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = pad_token(tokenizer)
     if arguments.attention == "sdpa":
         cache: Any = DynamicCache(config=model.config)
     else:

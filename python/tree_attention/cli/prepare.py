@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    parsed = parse(arguments)
-    check(parsed)
-    return start(parsed, arguments, run)
+    return start(arguments, parse, check, run)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -81,7 +79,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..exchange import ExchangeError
-    from .checkpoint import load_tokenizer, make_greedy, num_positions
+    from .checkpoint import load_tokenizer, make_greedy, num_positions, pad_token
 
     tokenizer = load_tokenizer(arguments.model)
     # Not verbose: of a text that is too long it would foretell errors of indices.
@@ -101,7 +99,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
             f"{limit} positions, of which questions need some: shorten the document"
         )
     cache = hf.TreeCache(model.config, **cache_options(arguments, part, model))
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = pad_token(tokenizer)
     with generation.Screen(part.world.root, arguments.text, num_tokens, model, tokenizer) as screen:
         try:
             # One token, which is not kept: so the prompt is read in chunks, or split over ranks.
