@@ -26,7 +26,7 @@ void check_weight(const ExpertArgs& args) {
   TORCH_CHECK_VALUE(
       is_packed ? front >= 0 && front <= inputs - x.size(1) : front == 0 && x.size(1) == inputs,
       kCheck.op, ": x must have the ", inputs, " columns that weight takes, got ", x.size(1),
-      " behind a front of ", front);
+      " after a front of ", front);
   if (!is_quantised) return;
   kCheck.dtype("scale", *scale, x.scalar_type());
   TORCH_CHECK_VALUE(scale->is_contiguous(), kCheck.op, ": scale must be contiguous, got strides ",

@@ -143,8 +143,8 @@ def merge_topk(scores: Tensor, slots: Tensor, *, topk: int) -> tuple[Tensor, Ten
         topk: number of entries of the result.
 
     Returns:
-        float32 scores and int32 slots `[..., topk]`. Where the union has fewer, slot -1 and score
-        -inf stand behind them.
+        float32 scores and int32 slots `[..., topk]`. Where the union has fewer, they
+        are followed by slot -1 and score -inf.
 
     Raises:
         ValueError: an argument breaks the rules above.

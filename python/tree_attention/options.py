@@ -168,8 +168,8 @@ _schema = torch.ops.tree_attention.lean_decode.default._schema
 _options = [argument for argument in _schema.arguments if argument.name in _OPTION_NAMES]
 TENSOR_OPTIONS = tuple(x.name for x in _options if str(x.type) == "Optional[Tensor]")
 ATTENTION_DEFAULTS = {x.name: x.default_value for x in _options}
-# The same options as operators of graphs have them: of what stands behind the star of the schema,
-# each "type name=default", where a default may be a list.
+# The options as a schema declares them, which operators of graphs repeat: each "type name=default"
+# after the star of the schema, where a default may be a list.
 _declared = str(_schema).partition("*, ")[2].rpartition(") -> ")[0]
 ATTENTION_SCHEMA = ", ".join(
     text

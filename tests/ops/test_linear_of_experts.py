@@ -113,7 +113,7 @@ GROUPS = torch.ones(2, 16, 1)
         ({"x": torch.randn(2, 16), "is_transposed": True}, None),
         ({"x": torch.ones(2, 32).double()}, "x must be float32, bfloat16 or float16, got float64"),
         ({"weight": torch.ones(2, 16, 32).half()}, "weight must be float32, got float16"),
-        ({"front": 1}, "x must have the 32 columns that weight takes, got 32 behind a front of 1"),
+        ({"front": 1}, "x must have the 32 columns that weight takes, got 32 after a front of 1"),
         ({"scale": SCALE}, "scale must be None for a weight of float32, got a tensor"),
         ({"weight": INT8}, "scale must be given for a weight of int8, got None"),
         ({"weight": INT8, "scale": SCALE}, None),
@@ -131,8 +131,8 @@ GROUPS = torch.ones(2, 16, 1)
             "64 or 128 of the 64 columns .* got 0 gr",
         ),
         ({"weight": INT4, "scale": torch.ones(2, 16, 2)}, "of the 64 columns .* got 2 groups"),
-        ({"weight": INT4, "scale": GROUPS, "front": 33}, "got 32 behind a front of 33"),
-        ({"weight": INT4, "scale": GROUPS, "front": -5}, "got 32 behind a front of -5"),
+        ({"weight": INT4, "scale": GROUPS, "front": 33}, "got 32 after a front of 33"),
+        ({"weight": INT4, "scale": GROUPS, "front": -5}, "got 32 after a front of -5"),
     ],
 )
 def test_bad_weights(change: dict[str, Any], says: str | None) -> None:

@@ -88,7 +88,7 @@ LaunchParams launch_params(const DecodeParams& params, const Plan& plan,
 template <typename Element, int kHeadDim, typename Cached>
 cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream);
 
-// The same of that kernel's resident blocks.
+// The number of blocks of that kernel that a multiprocessor holds at once.
 template <typename Element, int kHeadDim, typename Cached>
 cudaError_t find_resident_blocks_of_instance(const Plan& plan, int* blocks);
 

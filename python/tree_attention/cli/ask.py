@@ -74,8 +74,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--format",
         metavar="TEXT",
-        help=f"Text that follows the document, with {_QUESTION} in it; without it that follows "
-        '"Question:", and "Answer:" on the next line.',
+        help=f"Text that follows the document, with {_QUESTION} where each question goes (default: "
+        '"Question:", the question, and "Answer:" on the next line).',
     )
     parser.add_argument(
         "--max-new-tokens",

@@ -21,7 +21,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def takes_more_than_text(model: PreTrainedModel) -> bool:
-    """True for a model with modules for images or sound beside those of its text."""
+    """True for a model that has modules for images or sound, as well as for text."""
     return text_config(model.config) is not model.config
 
 

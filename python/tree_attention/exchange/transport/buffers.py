@@ -18,7 +18,7 @@ _MAX_PREPARED = 64
 MAX_KEPT_BYTES = 64 << 20
 # A message ends in the id of the call, which its link writes and reads (`messages.Messages`).
 CALL_ID_BYTES = 8
-# The lse behind an o of 16-bit values, and every further state in a row, begins at such an address.
+# The lse after an o of 16-bit values, and every further state in a row, begins at such an address.
 _ALIGNMENT = 4
 
 
@@ -64,7 +64,7 @@ class StateLayout:
 class Slices:
     """A state cut into one slice for each of some ranks: runs of rows, or of heads.
 
-    `count` rows or heads are dealt as `torch.tensor_split` does: the first `count % num_slices`
+    `count` rows or heads are cut as `torch.tensor_split` cuts: the first `count % num_slices`
     slices have one more than the others, and the others are padded to the same size.
     """
 

@@ -66,7 +66,7 @@ def node_name() -> str:
     """Name that this process shares with the ranks of its node and with no others.
 
     `TREE_ATTENTION_NODE` if set. Else the host's name, which containers on several hosts may share,
-    and the first rank that torchrun started beside this one (LOCAL_RANK, LOCAL_WORLD_SIZE).
+    and the first rank that torchrun started on the same host (LOCAL_RANK, LOCAL_WORLD_SIZE).
     """
     if named := os.environ.get(NODE_VARIABLE):
         return named

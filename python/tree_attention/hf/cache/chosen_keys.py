@@ -349,7 +349,7 @@ class _StaticIndexedLayer(IndexedLayer, StaticTreeCacheLayer):
 
 
 class StaticIndexedLatentLayer(IndexedLatentLayer, _StaticIndexedLayer):
-    """The same of one layer in buffers for `max_length` tokens."""
+    """The latents and index keys of one layer, in buffers for `max_length` tokens."""
 
 
 class BlockLayer(IndexedLayer):
@@ -357,4 +357,4 @@ class BlockLayer(IndexedLayer):
 
 
 class StaticBlockLayer(BlockLayer, _StaticIndexedLayer):
-    """The same of one layer in buffers for `max_length` tokens."""
+    """The keys, values and index keys of one layer, in buffers for `max_length` tokens."""

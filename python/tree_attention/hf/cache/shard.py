@@ -76,7 +76,7 @@ class Shard:
         return tree_decode
 
     def with_layout(self, layout: ShardLayout) -> "Shard":
-        """The same, of keys that are elsewhere."""
+        """A shard of the same ranks and settings whose keys are placed by another layout."""
         new = Shard(self.comm, layout, self.strategy, self.timeout, self.blocks.size)
         new.column = self.column
         return new
