@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,21 @@ def test_a_limit_of_memory() -> None:
         ),
     ):
         assert re.search(says, line), (says, line)
+
+
+def test_memory_limits_of_a_container_count(tmp_path: Path) -> None:
+    """With those of the groups around it, and without pages of files that may be given up."""
+    for name, most, used in (("", None, 0), ("pod", "9000", 7000), ("pod/own", "max", 0)):
+        group = tmp_path / name
+        group.mkdir(exist_ok=True)
+        if most is not None:
+            (group / "memory.max").write_text(f"{most}\n")
+            (group / "memory.current").write_text(f"{used}\n")
+            (group / "memory.stat").write_text("anon 5000\ninactive_file 1500\n")
+    assert memory._left_in_groups("4:memory:/x\n0::/pod/own\n", tmp_path) == [3500]
+    (tmp_path / "pod/own/memory.max").write_text("100\n")
+    (tmp_path / "pod/own/memory.current").write_text("7000\n")
+    assert memory._left_in_groups("0::/pod/own\n", tmp_path) == [0, 3500]
 
 
 def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,25 @@ def free_bytes(device: torch.device) -> int | None:
             most, _ = resource.getrlimit(limit)
             if most != resource.RLIM_INFINITY:
                 found.append(max(0, most - int(used) * os.sysconf("SC_PAGE_SIZE")))
+    with suppress(OSError, ValueError, KeyError):
+        found += _left_in_groups(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
     return min(found, default=None)
+
+
+def _left_in_groups(memberships: str, root: Path) -> list[int]:
+    """What the memory limits of a process's control groups leave, as in a container: of its group
+    in version 2 of cgroups, and of all groups that this one is in."""
+    (own,) = (line[3:] for line in memberships.splitlines() if line.startswith("0::"))
+    group, found = root / own.lstrip("/"), list[int]()
+    while group.is_relative_to(root):
+        limit = group / "memory.max"  # which the root of the system has not
+        if limit.exists() and (most := limit.read_text().strip()) != "max":
+            pages = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
+            # Pages of files that were not used lately are given up for others.
+            used = int((group / "memory.current").read_text()) - int(pages["inactive_file"])
+            found.append(max(0, int(most) - used))
+        group = group.parent
+    return found
 
 
 def in_words(num_bytes: float) -> str:
