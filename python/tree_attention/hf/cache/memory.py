@@ -103,8 +103,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _left_in_groups(memberships: str, root: Path) -> list[int]:
-    """What the memory limits of a process's control groups leave, as in a container: of its group
-    in version 2 of cgroups, and of all groups that this one is in."""
+    """The bytes that the memory limits of a process's control groups leave, as in a container: of
+    its group in version 2 of cgroups, and of each group that this one is in."""
     (own,) = (line[3:] for line in memberships.splitlines() if line.startswith("0::"))
     group, found = root / own.lstrip("/"), list[int]()
     while group.is_relative_to(root):
