@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+import tree_attention.decode  # noqa: F401  # whose operator of graphs is compared
 from helpers import make_problem
 from tree_attention.decode_call import DECODE_SCHEMA
 from tree_attention.ops import lean_decode

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.harness.ranks import available_strategies, choice_of, run_rank
 from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
-from tree_attention.exchange import Communicator
+from tree_attention.exchange import Communicator, GivenStrategy
 
 from ..papers.tree_allreduce import registered
 from ..simulation import RING, RING_PASS_Q
@@ -118,7 +118,8 @@ def run_case(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     def decode(method: str) -> tuple[Tensor, Tensor]:
         if method in _RINGS:
             return _RINGS[method](q, k, v, group=comms[method])
-        return tree_decode(q, k, v, group=comms[method], strategy=method)
+        strategy = cast(GivenStrategy, method)
+        return tree_decode(q, k, v, group=comms[method], strategy=strategy)
 
     def counts_of(method: str) -> tuple[int, int, int]:
         return comms[method].bytes_sent, comms[method].link.num_operations, _wire_bytes()

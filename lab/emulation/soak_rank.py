@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.harness.ranks import available_strategies
 from tree_attention import BlockCyclic, ExchangeError, tree_decode
-from tree_attention.exchange import Communicator
+from tree_attention.exchange import Communicator, StrategyName
 from tree_attention.reference import attention
 
 DEADLINE = 3.0  # seconds, of every call
@@ -58,7 +59,8 @@ def decode_sequences(comm: Communicator, seed: str, counter: Counter) -> None:
     cases = [(name, batch) for name in available_strategies(comm) for batch in _BATCHES]
     for number in itertools.count():
         random = Random(f"{seed} {number}")
-        strategy, batch = cases[number % len(cases)]
+        name, batch = cases[number % len(cases)]
+        strategy = cast(StrategyName, name)
         layout = BlockCyclic(comm.world_size, random.choice((1, 4, 64)))
         generator = torch.Generator().manual_seed(random.getrandbits(32))
         k, v = torch.randn(2, batch, 2, _MAX_KEYS, 64, generator=generator)

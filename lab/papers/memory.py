@@ -39,10 +39,10 @@ from lab.emulation.fake_attention import (
 from lab.papers.tree import paper_elements
 from lab.simulation import RING, RING_PASS_Q, Problem, step_bytes
 from tree_attention import ring_decode, ring_pass_q_decode, tree_decode
-from tree_attention.exchange import Communicator, Topology
+from tree_attention.exchange import Communicator, StrategyName, Topology
 
 # Two that are canonical, and the paper's own.
-STRATEGIES = ("all_gather", "two_phase", "three_allreduce")
+STRATEGIES: tuple[StrategyName, ...] = ("all_gather", "two_phase", "three_allreduce")
 PUBLISHED = STRATEGIES[-1]
 METHODS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     **{name: partial(tree_decode, strategy=name) for name in STRATEGIES},

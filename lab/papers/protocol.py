@@ -19,7 +19,7 @@ from contextlib import nullcontext
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from benchmarks.harness.report import Report, verdict
 from benchmarks.llama import make_model
 from benchmarks.scaling import generate
 from tree_attention import hf, ring_decode, ring_pass_q_decode, tree_decode
-from tree_attention.exchange import Communicator
+from tree_attention.exchange import Communicator, StrategyName
 
 from ..emulation.generation import by
 from .comparison import Row, comparison, number
@@ -69,7 +69,7 @@ PUBLISHED_TREE, PUBLISHED_RING = "tree as published", "ring as published"
 TREE_STEPS = "tree of 3 log2 p steps"
 METHODS: dict[str, Decode | None] = {
     PUBLISHED_TREE: expanded(partial(tree_decode, strategy="three_allreduce")),
-    TREE_STEPS: expanded(partial(tree_decode, strategy=NAME)),
+    TREE_STEPS: expanded(partial(tree_decode, strategy=cast(StrategyName, NAME))),
     PUBLISHED_RING: expanded(ring_decode),
     "ring of key heads": ring_decode,
     "ring, passing queries": ring_pass_q_decode,

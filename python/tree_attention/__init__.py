@@ -35,14 +35,20 @@ if TYPE_CHECKING:
     from .baselines import ring_decode, ring_pass_q_decode
     from .cascade import cascade_decode, page_groups
     from .decode import tree_decode
-    from .exchange import Communicator, ExchangeError, all_merge_states, all_merge_topk
+    from .exchange import (
+        Communicator,
+        ExchangeError,
+        StrategyName,
+        all_merge_states,
+        all_merge_topk,
+    )
     from .index import index_topk, merge_topk
     from .ops import append_kv, lean_decode, lean_schedule, merge_states, reset_workspaces
     from .options import AttentionOptions
     from .sharding import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout
 
     # Written out, as type checkers take `exchange.strategies` for the folder of that name.
-    def strategies() -> tuple[str, ...]: ...
+    def strategies() -> tuple[StrategyName, ...]: ...
 
 
 __all__ = [

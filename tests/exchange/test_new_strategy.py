@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from package_copy import copy_package
+from tree_attention.exchange import StrategyName
+from tree_attention.exchange.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,6 +53,10 @@ def traffic(layout, topology, out_dtype, head_sharded):
 
 STRATEGY = Strategy(prepare, traffic)
 '''
+
+
+def test_type_checkers_know_each_strategy() -> None:
+    assert set(get_args(StrategyName)) == set(STRATEGIES)
 
 
 @pytest.mark.deep

@@ -213,8 +213,8 @@ def check_ranks(world: World) -> Iterator[Check]:
         "ring_decode": ring_decode,
         "ring_pass_q_decode": ring_pass_q_decode,
     }
-    for name in strategies():
-        decoders[f"tree_decode, {name}"] = partial(tree_decode, strategy=name)
+    for strategy in strategies():
+        decoders[f"tree_decode, {strategy}"] = partial(tree_decode, strategy=strategy)
     for layout_name, layout in layouts.items():
         slots = layout.local_slots(world.rank, 0, keys)
         for name, decoder in decoders.items():

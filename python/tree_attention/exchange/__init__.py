@@ -26,6 +26,7 @@ from .options import (
     MERGE_DEFAULTS,
     MERGE_SCHEMA,
     ExchangeOptions,
+    GivenStrategy,
     MergeOptions,
     check_options,
     check_state,
@@ -33,7 +34,7 @@ from .options import (
     check_values,
     resolve_group,
 )
-from .strategies import candidates, strategies
+from .strategies import StrategyName, candidates, strategies
 from .topk import all_merge_topk
 from .transport.buffers import MAX_KEPT_BYTES, State, StateLayout
 from .transport.deadlines import call_before, remaining
@@ -51,6 +52,7 @@ __all__ = [
     "CostTable",
     "ExchangeError",
     "ExchangeOptions",
+    "GivenStrategy",
     "Link",
     "MeasuredHost",
     "MergeOptions",
@@ -59,6 +61,7 @@ __all__ = [
     "Signature",
     "State",
     "StateLayout",
+    "StrategyName",
     "Topology",
     "all_merge_states",
     "all_merge_topk",

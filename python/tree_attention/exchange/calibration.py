@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from .._numbers import real
 from .auto.choose import CostTable, Measured
 from .communicator import Communicator
-from .strategies import STRATEGIES
+from .strategies import STRATEGIES, StrategyName
 from .transport.buffers import StateLayout
 from .transport.process_group import Link
 
@@ -91,7 +92,8 @@ def calibrate(
         times: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(_NUM_TURNS):
             for i, name in enumerate(names, 1):
-                run = partial(exchanging.all_merge_states, o, lse, strategy=name)
+                strategy = cast(StrategyName, name)
+                run = partial(exchanging.all_merge_states, o, lse, strategy=strategy)
                 with comm.begin(f"calibrate {name} {num_bytes}", limit) as call:
                     times[name] += call.run((), partial(rounds, run), is_repeatable=False)
                 done = (len(measured) * _NUM_TURNS) + turn * len(names) + i

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._numbers import MAX_SECONDS, as_integers, as_real, boolean, integer, shown
 from ..index import MAX_TOPK, check_cpu
 from ..options import MERGE, check_no_vmap, check_option_names, check_tensors
-from .strategies import STRATEGIES, HeadSharding, candidates
+from .strategies import STRATEGIES, HeadSharding, StrategyName, candidates
 from .transport.buffers import share
 
+GivenStrategy = Literal["auto", StrategyName]
 _PAYLOAD_DTYPES = (torch.float32, torch.bfloat16)
 Timeout = float | timedelta | None  # seconds; None is the communicator's
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -25,7 +26,7 @@ _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class MergeOptions(TypedDict, total=False):
     """Keyword arguments that `tree_decode` and `all_merge_states` have in common."""
 
-    strategy: str
+    strategy: GivenStrategy
     """"auto", the default, or one of `strategies()`."""
     out_dtype: torch.dtype | None
     """dtype of the merged `o`. Arithmetic is float32."""
@@ -58,7 +59,7 @@ MERGE_SCHEMA = (
 class ExchangeOptions:
     """Options of one exchange."""
 
-    strategy: str  # or "auto"
+    strategy: GivenStrategy
     out_dtype: torch.dtype
     payload_dtype: torch.dtype = torch.float32
     head_sharded: HeadSharding = False

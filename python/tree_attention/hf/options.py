@@ -6,7 +6,7 @@ from typing import Literal, TypedDict
 
 import torch
 
-from ..exchange import DEFAULT_TIMEOUT
+from ..exchange import DEFAULT_TIMEOUT, GivenStrategy
 from ..options import CACHE, check_option_names, lists_options
 from ..sharding import ShardLayout
 
@@ -36,7 +36,7 @@ class CacheOptions(TypedDict, total=False):
 
     kv_dtype: Literal["int8", "fp8"] | None
     max_length: int | None
-    strategy: str
+    strategy: GivenStrategy
     timeout: float | timedelta
     deterministic: int
 

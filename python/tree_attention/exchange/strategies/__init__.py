@@ -9,6 +9,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -78,6 +79,10 @@ class Strategy:
     refusal: Callable[[StateLayout], str] = lambda layout: ""
 
 
+# The files of this folder, for type checkers.
+StrategyName = Literal[
+    "all_gather", "butterfly", "hierarchical", "one_shot", "three_allreduce", "two_phase"
+]
 STRATEGIES: dict[str, Strategy] = {}
 
 
@@ -89,7 +94,7 @@ def discover() -> None:
             STRATEGIES[module.name] = found.STRATEGY
 
 
-def strategies() -> tuple[str, ...]:
+def strategies() -> tuple[StrategyName, ...]:
     """The names that `strategy` takes besides "auto", in any process group.
 
     Where the GPUs of all ranks reach one another's memory it also takes "one_shot".
@@ -100,7 +105,8 @@ def strategies() -> tuple[str, ...]:
 
         print("two_phase" in strategies())  # True
     """
-    return tuple(name for name, strategy in STRATEGIES.items() if strategy.set_up is None)
+    found = (name for name, strategy in STRATEGIES.items() if strategy.set_up is None)
+    return cast(tuple[StrategyName, ...], tuple(found))
 
 
 def candidates(

@@ -12,7 +12,14 @@ from torch.distributed import ProcessGroup
 
 from ...decode import tree_decode
 from ...deterministic import Blocks, check_layout, check_size, tree_decode_by_blocks
-from ...exchange import DEFAULT_TIMEOUT, Communicator, Signature, check_options, get_communicator
+from ...exchange import (
+    DEFAULT_TIMEOUT,
+    Communicator,
+    GivenStrategy,
+    Signature,
+    check_options,
+    get_communicator,
+)
 from ...sharding import BlockCyclic, Contiguous, ShardLayout
 from ...weights.mesh import column_of
 
@@ -26,7 +33,7 @@ class Shard:
         self,
         group: ProcessGroup | Communicator | None = None,
         layout: ShardLayout | None = None,
-        strategy: str = "auto",
+        strategy: GivenStrategy = "auto",
         timeout: float | timedelta = DEFAULT_TIMEOUT,
         deterministic: int = 0,
     ) -> None:
