@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Builds `tree_attention._C`. Everything that is not compiled is in pyproject.toml.
 
-Environment: USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1, DEBUG=0|1
-(CONTRIBUTING.md).
+Environment: BUILD_EXTENSION=0|1, USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1,
+DEBUG=0|1 (CONTRIBUTING.md).
 """
 
 import os
@@ -17,20 +17,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-if sys.platform != "linux":
-    sys.exit(
-        "tree_attention runs on Linux alone; on Windows install it in WSL 2, on a Mac in a Linux "
-        f"container or virtual machine (this is {sys.platform})"
-    )
-try:
-    import torch
-except ModuleNotFoundError:
-    sys.exit(
-        "tree_attention: torch is not installed, against which the extension is compiled. Run: "
-        "pip install 'torch>=2.11' 'setuptools>=77,<82' ninja"
-    )
-from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+def flag(name: str, default: str, allowed: tuple[str, ...]) -> str:
+    value = os.environ.get(name, default)
+    if value not in allowed:
+        sys.exit(f"tree_attention: {name} must be one of {', '.join(allowed)}, got {value!r}")
+    return value
+
+
+# Plans need none, and no torch.
+BUILD_EXTENSION = flag("BUILD_EXTENSION", "1", ("0", "1")) == "1"
+if BUILD_EXTENSION:
+    if sys.platform != "linux":
+        sys.exit(
+            "tree_attention runs on Linux alone; on Windows install it in WSL 2, on a Mac in a "
+            f"Linux container or virtual machine (this is {sys.platform})"
+        )
+    try:
+        import torch
+    except ModuleNotFoundError:
+        sys.exit(
+            "tree_attention: torch is not installed, against which the extension is compiled. Run: "
+            "pip install 'torch>=2.11' 'setuptools>=77,<82' ninja"
+        )
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+else:
+    from setuptools.command.build_ext import build_ext as BuildExtension
+from setuptools import setup  # noqa: E402
 
 CPU_SOURCES = [
     "csrc/experts/arguments.cpp",
@@ -94,16 +107,10 @@ CUDA_SOURCES = [  # and those that csrc/cuda/decode/instances.py writes
     "csrc/cuda/one_shot/one_shot_args.cpp",
 ]
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0+PTX"  # A100; H100, H200; whatever is newer
+REQUIREMENTS = ["numpy", "rich>=13"]  # and torch, where there is the extension
 MINIMUM_TORCH = (2, 11)
 # Releases of torch between which an extension without CUDA may move: docs/wheels.md has the proof.
 INTERCHANGEABLE_TORCH = (("2.11", "2.12"), ("2.13", "2.14", "2.15"))
-
-
-def flag(name: str, default: str, allowed: tuple[str, ...]) -> str:
-    value = os.environ.get(name, default)
-    if value not in allowed:
-        sys.exit(f"tree_attention: {name} must be one of {', '.join(allowed)}, got {value!r}")
-    return value
 
 
 def nvcc_version() -> str | None:
@@ -261,13 +268,19 @@ def extension(use_cuda: bool):
     )
 
 
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
-    sys.exit(f"tree_attention: torch >= 2.11 is required, got {torch.__version__}")
+def compiled() -> dict[str, object]:
+    """What the extension adds to the distribution."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
+        sys.exit(f"tree_attention: torch >= 2.11 is required, got {torch.__version__}")
+    use_cuda = choose_cuda()
+    return {
+        "ext_modules": [extension(use_cuda)],
+        "cmdclass": {"build_ext": Build},
+        "install_requires": [torch_requirement(torch_releases(use_cuda)), *REQUIREMENTS],
+    }
 
-use_cuda = choose_cuda()
+
 setup(
-    ext_modules=[extension(use_cuda)],
-    cmdclass={"build_ext": Build},
     project_urls=project_urls(),
-    install_requires=[torch_requirement(torch_releases(use_cuda)), "numpy", "rich>=13"],
+    **(compiled() if BUILD_EXTENSION else {"install_requires": REQUIREMENTS}),
 )

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Numbers of docs/estimate.html, out of the planner's tables and of messages that were recorded."""
+"""Numbers of docs/estimate.html, out of the planner's tables and of messages that were recorded.
+
+As a program it prints the page by itself, without the site: it needs numpy and the planner alone.
+"""
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,8 +13,19 @@ from typing import Any
 from tree_attention.planning import arithmetic, machines, models
 
 EMPTY = '<script id="tables" type="application/json"></script>'
-# Written by `python -m lab.simulation.estimate`.
-STEPS = Path(__file__).parents[2] / "docs/estimate_steps.json"
+DOCS = Path(__file__).parents[2] / "docs"
+STEPS = DOCS / "estimate_steps.json"  # which `python -m lab.simulation.estimate` writes
+# Of a page by itself, which has nothing of the site's theme.
+HEAD = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>Estimate</title>
+<style>
+  body { max-width: 61rem; margin: 1rem auto; padding: 0 1rem; font: 1em/1.5 sans-serif; }
+</style>
+<h1>Estimate</h1>
+"""
 
 
 def dense(model: models.Model) -> dict[str, Any]:
@@ -46,3 +61,12 @@ def tables() -> str:
 def filled(page: str) -> str:
     """Put the numbers into the page."""
     return page.replace(EMPTY, EMPTY.replace("></", f">{tables()}</"), 1)
+
+
+def alone() -> str:
+    """Return the page outside of the site."""
+    return HEAD + filled((DOCS / "estimate.html").read_text())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(alone())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/estimate.html, as the site has it, computes what `plan` does, in a browser."""
+"""docs/estimate.html, as `estimate.py` prints it, computes what `plan` does, in a browser."""
 
 import json
 import math
@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from browser import console_of, needs_browser
-from estimate import filled
+from estimate import alone
 from tree_attention.planning.arithmetic import ALL_FORMS, DATA, FORMS, MAX_CONTEXT, Plan, Work
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
 
-PAGE = Path(__file__).parents[2] / "docs/estimate.html"
 CHOICES = {
     "model": list(NAMED),
     "machine": list(MACHINES),
@@ -68,11 +67,11 @@ def same(ours: object, of_plan: object) -> bool:
 
 @needs_browser
 def test_page_computes_what_the_planner_does(tmp_path: Path) -> None:
-    page, asked = filled(PAGE.read_text()), points()
+    page, asked = alone(), points()
     assert not re.search(r"https?:|@import|src=", page.partition("<script id")[0])
     script = f"JSON.stringify({json.dumps(asked)}.map(estimate))"
     script = f"<pre></pre><script>document.querySelector('pre').textContent = {script};</script>"
-    (tmp_path / "page.html").write_text(f"<!doctype html><meta charset=utf-8>{page}{script}")
+    (tmp_path / "page.html").write_text(page + script)
     dom, errors = console_of(f"file://{tmp_path}/page.html")
     assert not errors
     found = json.loads(re.search(r"<pre>(.*)</pre>", dom, re.DOTALL)[1])

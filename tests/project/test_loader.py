@@ -145,6 +145,7 @@ def without(module: str, tmp_path: Path) -> Path:
 
 
 PLAN = ("plan", "--model", "llama-3.1-8b", "--context", "128k", "--ranks", "2", "--machine", "h100")
+MODEL = f"{ROOT}/examples/passkey-llama"
 
 
 def test_plans_versions_and_help_need_no_torch(tmp_path):
@@ -169,12 +170,19 @@ def test_plans_versions_and_help_need_no_torch(tmp_path):
         ("torch", ("verify",), "verify: torch is not installed. Run: pip install torch"),
         ("torch", (*PLAN, "--calibration", "x"), "plan: torch is not installed. Run: pip install"),
         ("numpy", PLAN, "plan: numpy is not installed. Run: pip install numpy"),
+        (
+            "transformers",
+            ("plan", "--model", MODEL, *PLAN[3:]),
+            f"plan: --model: {MODEL}: tree_attention.hf needs transformers >= 5.5: pip install",
+        ),
         ("rich", PLAN, "tree_attention: No module named 'rich'. Every command needs: pip install"),
     ],
 )
 def test_commands_name_the_library_that_they_lack(module, command, message, tmp_path):
     result = python("-m", "tree_attention", *command, path=without(module, tmp_path))
-    assert result.returncode == 1 and result.stderr.startswith(message), result.stderr
+    assert result.returncode == 1 + (module == "transformers") and result.stderr.startswith(
+        message
+    ), result.stderr
     assert result.stderr.count("\n") == 1 and not result.stdout
 
 

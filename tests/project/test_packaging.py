@@ -9,12 +9,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 import tree_attention
+from package_copy import copy_package
 from tree_attention import __main__, _loader, hf
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +77,7 @@ def run_setup(tmp_path):
             program.parent.mkdir(parents=True)
             program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V0'\n")
             program.chmod(0o755)
-        ours = ("USE_CUDA", "TORCH_CUDA_ARCH_LIST", "LINE_INFO", "DEBUG")
+        ours = ("BUILD_EXTENSION", "USE_CUDA", "TORCH_CUDA_ARCH_LIST", "LINE_INFO", "DEBUG")
         environment = {k: v for k, v in os.environ.items() if k not in ours} | variables
         environment |= {"PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda")}
         return subprocess.run(
@@ -157,7 +159,7 @@ def test_debug_turns_optimisation_off(run_setup):
     assert "-O0" in text and "-O3" not in text
 
 
-@pytest.mark.parametrize("name", ["USE_CUDA", "LINE_INFO", "DEBUG"])
+@pytest.mark.parametrize("name", ["BUILD_EXTENSION", "USE_CUDA", "LINE_INFO", "DEBUG"])
 def test_unknown_value_is_refused(run_setup, name):
     assert f"{name} must be one of" in refusal(run_setup(**{"USE_CUDA": "1", name: "yes"}))
 
@@ -224,6 +226,59 @@ def test_missing_torch_is_named_with_the_command(run_setup, tmp_path):
     blocked = "import sys\nsys.modules['torch'] = None\n"
     with_sitecustomize(tmp_path, blocked)
     assert refusal(run_setup()).startswith("tree_attention: torch is not installed, against which")
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory):
+    """What BUILD_EXTENSION=0 installs where there is no torch, and the environment to run it in."""
+    folder = tmp_path_factory.mktemp("without_torch")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        (folder / "source").mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / "source" / name)
+    copy_package(folder / "source" / "python")
+    site = folder / "site"
+    site.mkdir()
+    (site / "torch.py").write_text("raise ModuleNotFoundError(\"No torch\", name='torch')\n")
+    environment = os.environ | {"PYTHONPATH": str(site), "BUILD_EXTENSION": "0", "CXX": "none"}
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    options = ["--no-deps", "--no-build-isolation"]
+    for command in (
+        ["wheel", *options, "--wheel-dir", folder, folder / "source"],
+        ["install", *options, "--target", site, folder / "source"],
+    ):
+        subprocess.run([*pip, *command], check=True, env=environment, cwd=folder)
+    return folder, environment
+
+
+def test_plans_are_installed_without_torch_and_a_compiler(without_torch):
+    folder, environment = without_torch
+    (wheel,) = folder.glob("*.whl")
+    assert wheel.name == f"tree_attention-{tree_attention.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as file:
+        (metadata,) = (x for x in file.namelist() if x.endswith(".dist-info/METADATA"))
+        lines = file.read(metadata).decode().splitlines()
+    required = [Requirement(x.partition(": ")[2]) for x in lines if x.startswith("Requires-Dist")]
+    assert [x.name for x in required if "extra" not in str(x.marker)] == ["numpy", "rich"]
+
+    def run(*command):
+        return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
+
+    program = folder / "site" / "bin" / "tree-attention"
+    plan = [
+        "plan",
+        "--model",
+        "llama-3.1-8b",
+        "--context",
+        "128k",
+        "--ranks",
+        "2",
+        "--machine",
+        "cpu",
+    ]
+    assert "Llama 3.1 8B" in output(run(program, *plan))
+    page = output(run(sys.executable, ROOT / "scripts/site/estimate.py"))
+    assert page.startswith("<!doctype html>") and '"llama-3.1-8b"' in page
+    assert refusal(run(program, "verify")).startswith("verify: torch is not installed. Run: pip")
 
 
 def test_metadata_need_no_compiler(run_setup, tmp_path):

@@ -5,6 +5,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from .._loader import why_no_transformers
 from ..planning.models import NAMED, Model
 
 
@@ -21,6 +22,8 @@ def find_model(name: str) -> Model:
             f"{name} is no directory with config.json, and the named shapes are "
             f"{', '.join(NAMED)}{meant}"
         )
+    if (reason := why_no_transformers()) is not None:
+        raise ValueError(f"{name}: {reason}")
     from ..hf.shape import one_line  # not above: named shapes need no torch
 
     try:
