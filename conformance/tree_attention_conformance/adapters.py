@@ -26,7 +26,21 @@ def adapt(
     """Makes a function that `check_merge` takes, or `check_sharded_decode`, of one with other
     conventions. What a merge takes is converted, and what either returns is converted back.
 
-        adapt(merge_state, axes="(bt)hd", lse_base=2, pairwise=True)  # FlashInfer's
+    For FlashInfer's `merge_state` it is `adapt(merge_state, axes="(bt)hd", lse_base=2,
+    pairwise=True)`.
+
+    For example::
+
+        import math
+        from tree_attention import merge_states
+        from tree_attention.reference.conformance import adapt, check_merge
+
+        def merge_to_base_2(o_parts, lse_parts):
+            o, lse = merge_states(o_parts, lse_parts * math.log(2))
+            return o, lse / math.log(2)
+
+        merge = adapt(merge_to_base_2, lse_base=2)
+        print(check_merge(merge_to_base_2).passed, check_merge(merge).passed)  # False True
 
     Args:
         axes: order of the axes of o: p for the parts of a merge, b batch, h heads, t query tokens

@@ -22,12 +22,10 @@ WITHOUT = {
     "AttentionOptions": "a dictionary of keyword arguments",
     "ExchangeError": "an exception",
     "WrongAttentionError": "an exception",
-    "Communicator": "docs/engines.md runs one",
     "ChoiceProblem": "the example of `check_choice` takes one",
     "DecodeProblem": "the example of `check_sharded_decode` takes one",
     "Line": "the lines of a `Report`",
     "Report": "the example of `check_merge` makes one",
-    "adapt": "its docstring has the call for FlashInfer, which is not installed",
 }
 
 

@@ -62,8 +62,17 @@ _MAX_SMALL_CALLS = 1
 class Communicator:
     """A process group that merges partial states.
 
-        o, lse = lean_decode(q, k_local, v_local, key_ranges, out_dtype=torch.float32)
-        o, lse = comm.all_merge_states(o, lse, out_dtype=q.dtype)    # the same bits on every rank
+    For example::
+
+        import torch
+        from tree_attention import Communicator, lean_decode
+
+        comm = Communicator()  # under torchrun, after init_process_group: all ranks of the job
+        q = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)
+        k, v = torch.randn(2, 1, 2, 100, 64, dtype=torch.bfloat16)  # the keys that this rank holds
+        o, lse = lean_decode(q, k, v, out_dtype=torch.float32)
+        o, lse = comm.all_merge_states(o, lse, out_dtype=q.dtype)  # the same bits on every rank
+        print(o.dtype, lse.dtype, comm.world_size)  # torch.bfloat16 torch.float32 1
 
     Calls are collective: the same calls in the same order on every rank. After a rank was lost or
     stalled, every further call raises at once and the group can be used no more.
