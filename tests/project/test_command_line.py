@@ -60,7 +60,29 @@ def test_help_ends_with_two_calls_that_the_parser_takes(command: str) -> None:
         PROGRAM["parser_of"](command).parse_args(words[1:])
 
 
-def test_an_option_has_one_meaning_in_all_commands() -> None:
+def test_an_option_has_one_object_in_all_commands() -> None:
+    """Its help begins with the same words, up to what a command adds or the default."""
+    objects: dict[str, str] = {}
+    for command in COMMANDS:
+        for action in options(command):
+            begins = re.split(r" \(|[,.:;]", action.help or "")[0]
+            for name in action.option_strings:
+                earlier = objects.setdefault(name, begins)
+                assert begins == earlier, f"{name}: {begins!r}, elsewhere {earlier!r}"
+
+
+def test_an_option_with_a_value_has_an_example() -> None:
+    """In a call of a command's help or in its own help, unless its values are listed."""
+    parsers = [PROGRAM["parser_of"](command) for command in COMMANDS]
+    calls = shlex.split(" ".join(parser.epilog or "" for parser in parsers))
+    for command in COMMANDS:
+        for action in options(command):
+            takes_any = action.option_strings and action.nargs != 0 and action.choices is None
+            if takes_any and "such as" not in (action.help or ""):
+                assert {*action.option_strings} & {*calls}, f"{command} {action.option_strings[-1]}"
+
+
+def test_an_option_has_values_of_one_kind_in_all_commands() -> None:
     values: dict[str, set[str]] = {}
     for command in COMMANDS:
         for action in options(command):

@@ -57,6 +57,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "ranks may be another one.",
         'ask report "Who wrote it?" "When?" --model DIR',
         "ask report --model DIR --questions questions.txt --ranks 2 --json answers.json",
+        f'ask report "Who wrote it?" --model DIR --format " Q: {_QUESTION} A:"',
     )
     parser.add_argument("document", type=Path, metavar="DIR", help="Directory that prepare wrote.")
     parser.add_argument(

@@ -22,13 +22,13 @@ def main(arguments: list[str]) -> int:
         type=Path,
         default=Path("exchange_costs.json"),
         metavar="FILE",
-        help="File to write the table to (default: exchange_costs.json).",
+        help="Where to write the result: a file for the table (default: exchange_costs.json).",
     )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
-        help="Device of the exchanged tensors; cuda exchanges over NCCL (default: cpu).",
+        help="Device of the tensors. cuda exchanges over NCCL (default: cpu).",
     )
     parser.add_argument(
         "--seconds",

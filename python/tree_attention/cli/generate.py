@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _CHOICES = {
     "device": (
         ("cpu", "cuda"),
-        "Device of the model. auto takes CUDA if every process of this machine has a GPU",
+        "Device of the tensors. auto takes CUDA if every process of this machine has a GPU",
     ),
     "dtype": (
         ("float32", "bfloat16", "float16"),
@@ -106,8 +106,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "Prints the text that a checkpoint generates, and its times and memory on stderr. With "
         "several ranks every process keeps its share of the key/value cache, and of the weights "
         "if they are split.",
-        'generate --model DIR --prompt "The sky is"',
+        'generate --model DIR --prompt "The sky is" --temperature 0.7 --top-p 0.9 --seed 1',
         "generate --model DIR --prompt-file question.txt --chat --ranks 2 > answer.txt",
+        'generate --model DIR --prompt "The sky is" --max-new-tokens 200 --json one.json',
+        'generate --model DIR --prompt "The sky is" --max-new-tokens 200 --ranks 4 '
+        "--tensor-parallel-size 2 --strategy two_phase --same-tokens-as one.json",
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="Text that the model goes on from.")
@@ -162,9 +165,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--shares",
         default="even",
         metavar="even|auto|A,B,...",
-        help="How much of the weights and of the cache each process gets: the same (even), an "
-        "integer for each process, such as 3,1, or by the speed of their hosts, which auto "
-        "measures; it leaves out processes without which a token takes less time (default: even).",
+        help="How much of the weights and of the cache each rank gets: the same (even), an integer "
+        "for each rank, such as 3,1, or by the speed of their hosts, which auto measures; it "
+        "leaves out ranks without which a token takes less time (default: even).",
     )
     parser.add_argument(
         "--json",
@@ -186,15 +189,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of every command that runs a model over ranks."""
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="DIR", help=f"Model to run: a {A_CHECKPOINT}."
+        "--model", type=Path, required=True, metavar="DIR", help=f"Model: a {A_CHECKPOINT}."
     )
     parser.add_argument(
         "--ranks",
         type=int,
         default=1,
         metavar="N",
-        help="Number of processes to start on this machine (default: 1). To run on several "
-        "machines, leave it out and start the command with torchrun.",
+        help="Number of ranks, each a process that is started on this machine (default: 1). To run "
+        "on several machines, leave it out and start the command with torchrun.",
     )
     for name, (choices, text) in _CHOICES.items():
         named, text = ("auto", *choices), f"{text} (default: auto)."

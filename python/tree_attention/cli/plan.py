@@ -52,12 +52,13 @@ def main(arguments: list[str]) -> int:
         "plan --model llama-3.1-8b --context 1M --ranks 16 --machine cpu --link 10gbe",
         "plan --model DIR --context 128k --ranks 2 --machine cpu --calibration costs.json",
         "plan --model DIR --context 128k --hosts costs.json",
+        "plan --model llama-3.1-8b --context 32k --ranks 4 --machine cpu --sequences 16",
     )
     parser.add_argument(
         "--model",
         required=True,
         metavar="DIR|NAME",
-        help="Model to split: a directory with its config.json, or one of the shapes "
+        help="Model: a directory with its config.json, or one of the shapes "
         f"{', '.join(NAMED)}.",
     )
     parser.add_argument(
@@ -93,9 +94,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--shares",
         metavar="even|auto|A,B,...",
-        help="How much of the weights and of the cache each rank of --hosts or of several "
-        "--machine gets: the same (even), an integer for each rank, such as 3,1, or those with "
-        "which a token takes the least time (default: auto).",
+        help="How much of the weights and of the cache each rank gets: the same (even), an integer "
+        "for each rank, such as 3,1, or those with which a token takes the least time; for "
+        "--hosts and for several --machine (default: auto).",
     )
     link = parser.add_mutually_exclusive_group()
     link.add_argument(

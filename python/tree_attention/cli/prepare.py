@@ -47,8 +47,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="DIR",
-        help="Directory to write to, which all ranks reach; a document that was prepared there is "
-        "replaced.",
+        help="Where to write the result: a directory that all ranks reach; a document that was "
+        "prepared there is replaced.",
     )
     add_model_options(parser)
     parser.set_defaults(command="prepare", attention="tree_attention", shares="even")

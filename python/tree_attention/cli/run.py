@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         type=int,
         required=True,
         metavar="N",
-        help="Number of processes to start on this machine.",
+        help="Number of ranks, each a process that is started on this machine.",
     )
     parser.add_argument(
         "-m",

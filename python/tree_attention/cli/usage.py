@@ -62,7 +62,7 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
     from .._numbers import DEFAULT_TIMEOUT
 
     default = f"{RENDEZVOUS_SECONDS:g} to start, {DEFAULT_TIMEOUT:g} to answer an exchange"
-    waits = f"Seconds to wait for another rank to start or to answer (default: {default})."
+    waits = f"Seconds to wait for another rank to start, or to answer (default: {default})."
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=waits)
 
 

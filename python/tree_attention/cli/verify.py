@@ -12,13 +12,13 @@ def main(arguments: list[str]) -> int:
         "Checks the operators against float64, the ranks of torchrun against each other and "
         "generated tokens against HuggingFace's.",
         "verify",
-        "run -n 2 -m tree_attention verify",
+        "run -n 2 -m tree_attention verify --model DIR --timeout 60",
     )
     parser.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help=f"Model whose tokens are checked as well: a {A_CHECKPOINT} (default: none).",
+        help=f"Model: a {A_CHECKPOINT}; its tokens are checked as well (default: none).",
     )
     add_timeout(parser)
     parsed = parser.parse_args(arguments)
