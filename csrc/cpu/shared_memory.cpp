@@ -27,8 +27,9 @@ using std::chrono::microseconds;
 constexpr size_t kPieceBytes = kChannelBytes / 4;
 
 // A wait first watches the memory, then lets other threads of its core go first, then sleeps.
+// Watching takes processor time, which a container with a quota then lacks for its computation.
 constexpr microseconds kWatch{20};
-constexpr microseconds kYield{2000};
+constexpr microseconds kYield{500};
 // A sleep is a small part of the wait so far: long waits leave the cores to those that compute.
 constexpr int kSleepsPerWait = 20;
 constexpr microseconds kShortestSleep{50}, kLongestSleep{1000};

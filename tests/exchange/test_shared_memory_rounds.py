@@ -83,6 +83,19 @@ def test_long_waits_leave_the_cores_to_others() -> None:
     assert time.thread_time() - begin < 0.08
 
 
+def test_waits_of_milliseconds_leave_the_processor_time_to_a_quota() -> None:
+    x = torch.zeros(1, dtype=torch.uint8)
+    used = 0.0
+    for _ in range(20):
+        _, (first, _) = connected()
+        receive = first.round([(1, x.data_ptr(), 1)], [])
+        begin = time.thread_time()
+        with pytest.raises(RuntimeError, match="timed out"):
+            receive.run(0.004, True)
+        used += time.thread_time() - begin
+    assert used < 0.5 * 20 * 0.004
+
+
 def test_memory_of_another_size_and_wrong_members_are_refused() -> None:
     file, (first, _) = connected()
     with pytest.raises(RuntimeError, match="has not the size for 3 ranks"):
