@@ -277,6 +277,14 @@ class BlockCyclic(ShardLayout):
         length = _clamp(self._int64("length", length), 0, None)
         return length // cycle * size + _clamp(length % cycle - first, 0, size)
 
+    def local_slots_of(self, rank: int, slots: Slots) -> Slots:
+        # With half of the divisions that two counts have.
+        first, size, cycle = self._run(rank)
+        slots = self._int64("slots", slots)
+        within = slots % cycle - first
+        local = _clamp(slots // cycle * size + within, -1, None)  # of a slot below 0 negative
+        return _where((0 <= within) & (within < size), local, -1)
+
     def owner(self, slots: Slots) -> Slots:
         blocks = self._slots(slots) // self.block
         if self.shares is None:
