@@ -117,6 +117,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "DeepSeek-OCR 2": (
+        "DeepseekOcr2",
+        {
+            "text_config": {
+                **_TEXT,
+                **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+                **{"moe_intermediate_size": 48, "mlp_layer_types": ["dense", "sparse"]},
+            },
+            "vision_config": {
+                "sam_config": {
+                    **{**_IMAGES, "image_size": 56, "output_channels": 8, "window_size": 2},
+                    **{"global_attn_indexes": [0], "mlp_dim": 48, "downsample_channels": [8, 32]},
+                },
+                "encoder_config": {
+                    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
+                    **{"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 9},
+                },
+            },
+            "image_token_id": 190,
+        },
+    ),
     "MiniMax-M3": (
         "MiniMaxM3VL",
         {

@@ -31,7 +31,7 @@ from .parts import Lazy, part_of
 from .plan import WeightPlan, plan
 from .quantised import SCHEMES, Matrix, quantise_linear
 from .split import attach, set_tensor, split
-from .text import dropped_modules, has_whole_class, model_of_text, text_config
+from .text import dropped_names, has_whole_class, model_of_text, text_config, text_of
 from .whole import check_model
 
 # The field by which ranks compare the weights that they have.
@@ -97,7 +97,7 @@ def load(
             trust_remote_code=False,
         )
     check_model("from_pretrained", model)
-    checkpoint.leave_out(dropped_modules(model))
+    checkpoint.leave_out(dropped_names(model))
     check(model)
     # As transformers does: some models keep norms in float32 when the others are float16.
     for pattern, kept in model._get_dtype_plan(model.dtype).items():
@@ -211,7 +211,7 @@ def _fill(
             if name in tensors:
                 _mark(value.copy_(tensors[name].whole()))
             set_tensor(model, name, value)
-    model.init_weights()  # of what is not marked: buffers that are computed
+    text_of(model).init_weights()  # of what is not marked: buffers that are computed
 
 
 def _mark(x: Tensor) -> None:

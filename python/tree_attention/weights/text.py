@@ -40,9 +40,12 @@ def model_of_text(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING or not has_whole_class(config):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(text, **options)
         return model
+    attention = options.pop("attn_implementation", None)
     model = AutoModelForMultimodalLM.from_config(config, **options)
     kept = {*text_of(model).modules(), model.get_output_embeddings()}
     _drop_all_but(model, kept)
+    if attention is not None:  # of which encoders of images may know none
+        text_of(model).set_attn_implementation(attention)
     return model
 
 
@@ -68,14 +71,14 @@ def has_whole_class(config: PreTrainedConfig) -> bool:
     return text_config(config) is not config and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 
-def dropped_modules(model: PreTrainedModel) -> list[str]:
-    """The names that `model_of_text` left empty in a model, next to the text."""
-    within = {*text_of(model).modules()}
+def dropped_names(model: PreTrainedModel) -> list[str]:
+    """The names of the modules and parameters that `model_of_text` left empty, next to the text."""
+    kept = {*text_of(model).modules(), model.get_output_embeddings()}
     return [
         own
         for module in model.modules()
-        if module not in within
-        for own, child in module._modules.items()
+        if module not in kept
+        for own, child in (*module._modules.items(), *module._parameters.items())
         if child is None
     ]
 

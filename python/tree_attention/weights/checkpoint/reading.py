@@ -81,9 +81,9 @@ class Checkpoint:
             self._sources = texts
         return any(name.startswith("lm_head.") for name in self._sources)
 
-    def leave_out(self, modules: Sequence[str]) -> None:
-        """Ignores the weights of these modules, which the model does without."""
-        self._left_out = tuple(rf"(^|\.){re.escape(module)}\." for module in modules)
+    def leave_out(self, names: Sequence[str]) -> None:
+        """Ignores these modules and parameters, which the model does without."""
+        self._left_out = tuple(rf"(^|\.){re.escape(name)}(\.|$)" for name in names)
 
     def tensors(self, model: PreTrainedModel) -> dict[str, Lazy]:
         """The whole parameters and persistent buffers of `model` by their names in it; ValueError
