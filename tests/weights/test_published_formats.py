@@ -8,7 +8,10 @@ its neighbour's where a slice begins inside a block, an expert that is lost with
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,11 +23,15 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
+import transformers
+from transformers import AutoConfig
+
 from generations import generated, greedy, left_padded, same_on_all_ranks
-from hf_families import VOCAB_SIZE, WORKING, make_model, sizes_of_tensor_groups
+from hf_families import CHOOSING, VOCAB_SIZE, WORKING, make_model, sizes_of_tensor_groups
 from tree_attention import ExchangeError, hf
 from tree_attention.weights import load as loading
 from tree_attention.weights.checkpoint.formats import Fp8Blocks, Mxfp4
+from tree_attention.weights.text import class_to_load
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
@@ -78,18 +85,53 @@ def _write(path: Path, tensors: dict[str, Tensor], quantization: dict[str, objec
     (path / "config.json").write_text(json.dumps(config))
 
 
-def _publish_fp8(path: Path) -> None:
-    """Write DeepSeek-V3 as it is published: all linear layers and experts in blocks of FP8."""
-    make_model(WORKING["DeepSeek-V3"]).save_pretrained(path)
+# Linear layers that are published in FP8: all but the weights of the heads of an index, routers,
+# the embedding and its head, and encoders of images.
+_IN_FP8 = re.compile(r"(?<!weights_)proj(_with_mqa)?\.weight|\.w[123]\.weight|\.(wq_b|wk)\.weight")
+_NOT_IN_FP8 = re.compile(r"vision|projector|merge")
+
+
+def _publish_fp8(path: Path, model: Any = None, **more: Tensor) -> None:
+    """Write DeepSeek-V3, or another model, as it is published: all linear layers and experts in
+    blocks of FP8."""
+    model = model or make_model(WORKING["DeepSeek-V3"])
+    model.save_pretrained(path)
     tensors = {}
-    for name, x in load_file(path / "model.safetensors").items():
-        if x.dim() == 2 and "proj" in name:
+    for name, x in (load_file(path / "model.safetensors") | more).items():
+        if x.dim() == 2 and _IN_FP8.search(name) and not _NOT_IN_FP8.search(name):
             tensors[name] = (x * 20).to(torch.float8_e4m3fn)
             blocks = (-(-x.shape[0] // 32), -(-x.shape[1] // 32))
             tensors[f"{name}_scale_inv"] = (torch.rand(blocks) + 0.5) / 20
         else:
             tensors[name] = x
     _write(path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
+
+
+def _publish_deepseek_v32(path: Path) -> None:
+    """With the layer that predicts a second token, which models of text leave out."""
+    more = {
+        "model.layers.61.eh_proj.weight": torch.ones(64, 128),
+        "model.layers.61.self_attn.indexer.wk.weight": torch.ones(16, 64),
+        "model.layers.61.shared_head.norm.weight": torch.ones(64),
+    }
+    _publish_fp8(path, make_model(CHOOSING["DeepSeek-V3.2"]), **more)
+
+
+def _publish_minimax_m3(path: Path) -> None:
+    """The whole model, with an encoder of images and the layers that predict further tokens."""
+    text = make_model(CHOOSING["MiniMax-M3"])
+    images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    images |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.MiniMaxM3VLConfig(
+        text_config=text.config.to_dict(), vision_config=images, projector_hidden_size=64
+    )
+    model = transformers.MiniMaxM3SparseForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    _publish_fp8(path, model, **{"mtp.layers.0.eh_proj.weight": torch.ones(64, 128)})
+    names = load_file(path / "model.safetensors")
+    assert "language_model.model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
+    assert "language_model.model.layers.1.self_attn.index_q_proj.weight_scale_inv" in names
 
 
 def _publish_mxfp4(path: Path) -> None:
@@ -104,11 +146,21 @@ def _publish_mxfp4(path: Path) -> None:
     _write(path, tensors, {"quant_method": "mxfp4"})
 
 
-PUBLISHED = {"DeepSeek-V3": _publish_fp8, "GPT-OSS": _publish_mxfp4}
+PUBLISHED: dict[str, Callable[[Path], None]] = {
+    "DeepSeek-V3": _publish_fp8,
+    "GPT-OSS": _publish_mxfp4,
+}
+WITH_INDEX: dict[str, Callable[[Path], None]] = {
+    "DeepSeek-V3.2": _publish_deepseek_v32,
+    "MiniMax-M3": _publish_minimax_m3,
+}
+PUBLISHED |= {name: x for name, x in WITH_INDEX.items() if CHOOSING[name].exists}
 
 
-def _prompts() -> dict[str, Tensor]:
-    return left_padded(VOCAB_SIZE, 13, (0, 5), seed=4)
+def _prompts(name: str) -> dict[str, Tensor]:
+    """Longer than what an index chooses."""
+    length, paddings = (37, (0, 0)) if name in WITH_INDEX else (13, (0, 5))
+    return left_padded(VOCAB_SIZE, length, paddings, seed=4)
 
 
 def _generate(rank: int, world_size: int, path: Path, name: str) -> list[Tensor]:
@@ -120,7 +172,7 @@ def _generate(rank: int, world_size: int, path: Path, name: str) -> list[Tensor]
             hf.from_pretrained(
                 path, tensor_parallel_size=size, dtype=torch.float32, weights=weights
             ),
-            _prompts(),
+            _prompts(name),
             **greedy(6),
         )[:2]
     ]
@@ -136,7 +188,7 @@ def test_split_weights_equal_whole_ones(name: str, tmp_path: Path) -> None:
     wanted = {
         weights: generated(
             hf.from_pretrained(tmp_path, dtype=torch.float32, weights=weights),
-            _prompts(),
+            _prompts(name),
             **greedy(6),
         )
         for weights in (None, "int8")
@@ -156,6 +208,29 @@ def test_numbers_are_those_of_the_file(tmp_path: Path) -> None:
     wide = scale.repeat_interleave(32, 0).repeat_interleave(32, 1)
     expected = weight * wide[: weight.shape[0], : weight.shape[1]]
     assert torch.equal(model.get_parameter(name), expected)
+
+
+@pytest.mark.parametrize("name", [x for x in PUBLISHED if x in WITH_INDEX])
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Which reads the same numbers from files without scales."""
+    PUBLISHED[name](tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    scales = {x: tensors.pop(x) for x in [*tensors] if x.endswith("_scale_inv")}
+    for scale, factors in scales.items():
+        weight = scale.removesuffix("_scale_inv")
+        wide = factors.repeat_interleave(32, 0).repeat_interleave(32, 1)
+        x = tensors[weight].float()
+        tensors[weight] = x * wide[: x.shape[0], : x.shape[1]]
+    assert any("wq_b" in x or "index_q_proj" in x for x in scales)
+    found = generated(
+        hf.from_pretrained(tmp_path, dtype=torch.float32), _prompts(name), **greedy(12)
+    )
+    _write(tmp_path, tensors, {})
+    kind = class_to_load(AutoConfig.from_pretrained(tmp_path))
+    model = kind.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens, logits, margin = generated(model, _prompts(name), **greedy(12))
+    assert torch.equal(found[0], tokens)
+    assert (found[1] - logits).abs().max().item() < margin / 10
 
 
 def _change(path: Path, name: str, change: str) -> None:
