@@ -74,7 +74,8 @@ INDEXES = (
 )
 
 
-def run_index(case: IndexCase, length: int, seconds: float) -> dict[str, Any]:
+def run_index(case: IndexCase, length: int, seconds: float, peak: float) -> dict[str, Any]:
+    """`peak`: products of bfloat16 in a second that the core could make."""
     generator = torch.Generator().manual_seed(0)
     num_sets = InputArena.num_sets(2 * length * HEAD_DIM)
     shape = (1, 1, length, HEAD_DIM)
@@ -118,8 +119,11 @@ def run_index(case: IndexCase, length: int, seconds: float) -> dict[str, Any]:
     is_best = bool((left_out <= scores.double()[..., -1] + 2 * error).all())
     flops = 2 * case.num_heads * HEAD_DIM * length
     is_wrong = not is_best or error > 1e-5 * size
+    ceilings = {"products": flops / peak, READING: samples[READING].median}
+    ceiling = max(ceilings, key=lambda name: ceilings[name])
     return row_of(case.name, samples, load, error / size, is_wrong) | {
         "gflops": flops / samples[FIRST].median * 1e-9,
+        "ceiling": f"{samples[OURS].median / ceilings[ceiling]:.2f} {ceiling}",
         "choosing_us": (samples[OURS].median - samples[FIRST].median) * 1e6,
     }
 
@@ -184,7 +188,8 @@ def run_layer(case: LayerCase, length: int, seconds: float) -> dict[str, Any]:
     def randn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).bfloat16()
 
-    topk, num_sets = min(index.topk, length // index.block), 8
+    block = index.block
+    topk, num_sets = min(index.topk, length // block), 8
     index_keys, keys = (
         randn(1, 1, length, HEAD_DIM),
         randn(1, case.num_heads_kv, length, case.head_dim),
@@ -194,7 +199,8 @@ def run_layer(case: LayerCase, length: int, seconds: float) -> dict[str, Any]:
     index_queries = [randn(1, index.num_heads, 1, HEAD_DIM) for _ in range(num_sets)]
     weights = torch.randn(1, index.num_heads, 1, generator=generator) if index.weighted else None
     q, layout = randn(1, case.num_heads, 1, case.head_dim), BlockCyclic(1)
-    positions = torch.tensor([[length - 1]]) if case.local_blocks else None
+    lengths = torch.tensor([[length]])
+    positions = lengths - 1 if case.local_blocks else None
 
     def choose(i: int) -> Tensor:
         _, slots = index_topk(
@@ -202,15 +208,16 @@ def run_layer(case: LayerCase, length: int, seconds: float) -> dict[str, Any]:
             index_keys,
             weights,
             topk=topk,
-            block=index.block,
+            block=block,
             scale=HEAD_DIM**-0.5,
             local_blocks=case.local_blocks,
             query_positions=positions,
         )
-        return layout.local_rows(0, slots, index.block)
+        return layout.local_rows(0, slots)  # or blocks, which are whole in a world of one
 
     def ours(i: int) -> tuple[Tensor, Tensor]:
-        *arguments, page_table = by_rows(q, keys, values, choose(i))
+        limit = lengths if block > 1 else None
+        *arguments, page_table = by_rows(q, keys, values, choose(i), limit, block=block)
         return lean_decode(*arguments, page_table=page_table)
 
     functions: dict[str, Callable[[int], Any]] = {
@@ -235,7 +242,10 @@ def run_layer(case: LayerCase, length: int, seconds: float) -> dict[str, Any]:
     if is_latent:
         times = samples[TRANSFORMERS].seconds
         samples[TRANSFORMERS] = Samples([x * length / part for x in times])
-    rows, o = choose(0), ours(0)[0].double().reshape(1, case.num_heads_kv, -1, case.head_dim_v)
+    rows, o = (
+        layout.local_rows(0, choose(0), block),
+        ours(0)[0].double().reshape(1, case.num_heads_kv, -1, case.head_dim_v),
+    )
     true = torch.cat(
         [
             reference.attention(
@@ -299,7 +309,21 @@ def index_on_rank(ranks: Ranks, length: int) -> dict[str, Any]:
     def alone(index: int) -> tuple[Tensor, Tensor]:
         return index_topk(q, sets[index], weights, topk=topk)
 
-    functions: dict[str, Callable[[int], Any]] = {OURS: split, "one rank": alone}
+    # What the ranks would need if they did not share memory and caches: one works at a time.
+    def unshared(index: int) -> tuple[Tensor, Tensor]:
+        own = sets[index][:, :, begin : begin + share]
+        if ranks.rank == 0:
+            first = index_topk(q, own, weights, topk=topk, key_slots=slots)
+        else:
+            first = torch.zeros(1, 1, 1, topk), torch.full((1, 1, 1, topk), -1, dtype=torch.int32)
+        return comm.all_merge_topk(*first, topk=topk)
+
+    functions: dict[str, Callable[[int], Any]] = {
+        OURS: split,
+        "one rank": alone,
+        "half, the other rank waiting": unshared,
+        "both reading a half at once": lambda i: read_memory(sets[i][:, :, begin : begin + share]),
+    }
     with Load() as load:
         samples = time_in_step(functions, num_sets=num_sets, rounds=31)
     wrong = False
@@ -332,13 +356,14 @@ def measure(length: int, seconds: float, with_ranks: bool = True) -> Report:
     # First, because ranks may use the processors that the process which starts them may use.
     of_ranks = start_ranks(2, ["-m", "benchmarks.chosen", "--on-rank"]) if with_ranks else []
     cpus = pin_threads()
+    peak = fma_peak()
+    most = 2 * peak  # of products of pairs of bfloat16
     runs: list[Any] = [
-        *(Run(case.name, partial(run_index, case, length, seconds)) for case in INDEXES),
+        *(Run(case.name, partial(run_index, case, length, seconds, most)) for case in INDEXES),
         *(Run(f"rows, {n} heads", partial(run_rows, n, length, seconds)) for n in (128, 16)),
         *(Run(case.name, partial(run_layer, case, length, seconds)) for case in (V32, M3)),
     ]
     with torch.inference_mode(), progress_bar(True) as progress:
-        peak = fma_peak()
         rows = [run.measure() for run in shown(progress, runs)] + of_ranks
     return Report(
         name="chosen",
@@ -377,7 +402,9 @@ NOTES = (
     "through Python on one thread. GFLOP/s: of the products of the index, with topk 1. choosing: "
     "what topk adds to topk 1. /reading: ours as a multiple of reading the keys once, by the same "
     "thread in the same run; float32 multiply-adds is what the thread reaches in registers, of "
-    "which pairs of bfloat16 make up to twice as many.",
+    "which pairs of bfloat16 make up to twice as many. /ceiling: ours, choice included, as a "
+    "multiple of the larger of two times that no index can beat on this core: its products at that "
+    "rate, and reading the keys once.",
     "torch: the products in bfloat16, and topk; transformers: the same in float32, to which it "
     "converts the keys of every token. For rows torch gathers them, which attention by ours does "
     "without, and attends to them; making the pages is done in each layer.",
@@ -387,7 +414,8 @@ NOTES = (
     "and multiplied, without the index.",
     "The index on 2 ranks: the choice of each from half of the keys, and all_merge_topk; one "
     "rank: the choice from all keys, which both make at once, as ranks of one machine share its "
-    "memory.",
+    "memory. half, the other rank waiting: the same half and exchange without that sharing, which "
+    "two machines do not have.",
     "error is the largest of a score, relative to the largest score, or of o, against float64. A "
     "choice that leaves a better key out is WRONG.",
 )
@@ -398,6 +426,7 @@ COLUMNS = {
     "GFLOP/s": lambda row: f"{row['gflops']:.0f}" if "gflops" in row else "-",
     "choosing us": lambda row: f"{row['choosing_us']:,.0f}" if "choosing_us" in row else "-",
     "/reading": _reading,
+    "/ceiling": lambda row: row.get("ceiling", "-"),
     "others us": _others,
     "error": lambda row: f"{row['error']:.1e}",
     "right": verdict,

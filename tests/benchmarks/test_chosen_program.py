@@ -23,6 +23,10 @@ def test_every_case_is_measured_and_right() -> None:
     torch.set_num_threads(threads)
     assert report.wrong == [] and len(report.rows) == len(chosen.INDEXES) + 4
     assert all(0 < row["error"] < 1e-2 for row in report.rows)
+    # At 2 products in a nanosecond no index is bound by reading.
+    ceilings = [row["ceiling"] for row in report.rows if "ceiling" in row]
+    assert len(ceilings) == len(chosen.INDEXES)
+    assert all(x.endswith(" products") for x in ceilings)
 
 
 def on_ranks(rank: int, world_size: int) -> list[dict[str, object]]:
@@ -33,6 +37,7 @@ def test_merge_and_split_index_are_measured_and_right() -> None:
     for merge, index in run_ranks(on_ranks, 2):
         assert not merge["wrong"] and "all_merge_topk of 2" in merge["name"]
         assert not index["wrong"] and "4,096 keys on 2 ranks" in index["name"]
+        assert {"half, the other rank waiting", "one rank"} < index["times"].keys()
 
 
 def test_a_key_that_is_left_out_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +45,7 @@ def test_a_key_that_is_left_out_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
         return index_topk(q, k[:, :, :-500], *others, **options)
 
     monkeypatch.setattr(chosen, "index_topk", without_the_best)
-    assert chosen.run_index(chosen.INDEXES[3], 4096, 0.0)["wrong"]
+    assert chosen.run_index(chosen.INDEXES[3], 4096, 0.0, 1e9)["wrong"]
 
 
 def test_other_rows_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
