@@ -432,9 +432,9 @@ def _gcd(*numbers: int) -> int:
     return found
 
 
-def pages_of(x: Tensor) -> Tensor:
-    """The pages of one row that `by_rows` makes of a cache, for the scales of its keys."""
-    return _pages(x, 1, _factors(x))
+def pages_of(x: Tensor, size: int) -> Tensor:
+    """The pages of `size` rows that `by_rows` makes of a cache, for the scales of its keys."""
+    return _pages(x, size, _factors(x))
 
 
 def _pages(x: Tensor, size: int, factors: list[int]) -> Tensor:

@@ -19,21 +19,25 @@ import torch
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
+from dry_device import leave_device
+from fake_device import fake_cuda
 
 pytest.importorskip("transformers")
 
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
-from generations import generated, greedy, left_padded
+from generations import generated, greedy, left_padded, stable_choices
 from hf_families import CHOOSING, TOPK, VOCAB_SIZE, WORKING, Family, make_model
 from questions import DOCUMENT, answers_alone, ask, check_answers, questions_behind
 from rounded_caches import rounded_cache
 from tiers import tiers
 from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention.hf import CACHE_NAME
-from tree_attention.hf.cache import chosen_keys
+from tree_attention.hf.cache import chosen_keys, token_split
 from tree_attention.hf.cache.snapshot.index import digest_of
+from tree_attention.hf.prompts import split_attention
 
 LENGTH, NUM_TOKENS = 37, 12
 KNOWN = [name for name, family in CHOOSING.items() if family.exists]
@@ -197,6 +201,14 @@ def test_ranks_whose_index_differs_are_told(
         model(ids, **{CACHE_NAME: cache})
 
 
+@on_ranks(2)
+def test_split_prompts_of_ranks_whose_index_differs(rank: int, world_size: int) -> None:
+    model = hf.enable(_model(index_topk=TOPK - rank), prefill="split")
+    cache, ids = hf.TreeCache(model.config), _prompt()["input_ids"]
+    with torch.no_grad(), pytest.raises(ExchangeError, match="numbers of the model's configuratio"):
+        model(ids, **{CACHE_NAME: cache}, logits_to_keep=1)
+
+
 @pytest.mark.parametrize("name", [V32, M3])
 @on_ranks(2)
 def test_a_chunk_is_scored_in_pieces(rank: int, world_size: int, name: str) -> None:
@@ -207,7 +219,8 @@ def test_a_chunk_is_scored_in_pieces(rank: int, world_size: int, name: str) -> N
     original = chosen_keys.all_merge_topk
 
     def noted(scores: Tensor, slots: Tensor, *args: Any, **options: Any) -> Any:
-        sizes.append((1 + world_size) * (scores.nbytes + slots.nbytes))
+        sent = (1 + world_size) * (scores.nbytes + slots.nbytes)
+        sizes.append(sent + chosen_keys._ROW_BYTES * slots.numel())
         return original(scores, slots, *args, **options)
 
     with (
@@ -218,6 +231,43 @@ def test_a_chunk_is_scored_in_pieces(rank: int, world_size: int, name: str) -> N
     assert max(sizes) <= bound < 2 * max(sizes)
     choosing = sum(getattr(x, "indexer", None) is not None for x in model.modules())
     assert len(sizes) > choosing * NUM_TOKENS  # forward passes
+
+
+@pytest.mark.parametrize("name", [V32, M3])
+@on_ranks(3)
+def test_what_travels_for_a_split_prompt(rank: int, world_size: int, name: str) -> None:
+    """All rows of the cache once a chunk and layer, in pieces of a bounded size, and no choice."""
+    layout, batch, num_tokens = BlockCyclic(world_size, 4), 2, 48
+    model = hf.enable(make_model(CHOOSING[name]), layout=layout, prefill="split")
+    ids = _prompt(3 * num_tokens, batch)["input_ids"]
+    merge = mock.patch.object(chosen_keys, "all_merge_topk", side_effect=AssertionError)
+    found = []
+    for bound in (token_split._MAX_RECEIVED_BYTES, 3000):
+        cache, sent = hf.TreeCache(model.config, layout=layout), list[int]()
+        comm = cache.shard.comm
+        with (
+            mock.patch.object(token_split, "_MAX_RECEIVED_BYTES", bound),
+            mock.patch.object(split_attention, "_passes_queries", return_value=False),
+            torch.no_grad(),
+            merge,
+        ):
+            for chunk in ids.split(num_tokens, 1):
+                before = comm.bytes_sent
+                logits = model(chunk, **{CACHE_NAME: cache}, logits_to_keep=1).logits
+                sent.append(comm.bytes_sent - before)
+        found.append((logits, sent[1:]))  # without the test of the delivery
+    buffers = [x for layer in cache.layers for x in layer.buffers().values()]
+    row_bytes = sum(x.itemsize * x.shape[1] * x.shape[3] for x in buffers)
+    for count, length in enumerate((2 * num_tokens, 3 * num_tokens)):
+        own = batch * layout.count(rank, length) * row_bytes
+        is_last = layout.owner(length - 1) == rank
+        own += is_last * logits.nbytes
+        assert [sent[count] for _, sent in found] == [(world_size - 1) * own] * 2
+    assert torch.equal(found[0][0], found[1][0])
+    expected = make_model(CHOOSING[name])
+    with torch.no_grad(), stable_choices():
+        wanted = expected(ids).logits[:, -1:]
+    torch.testing.assert_close(logits, wanted, atol=1e-3, rtol=1e-3)
 
 
 def test_more_keys_than_the_cache_has_room_for() -> None:
@@ -393,13 +443,25 @@ def test_padding_of_a_model_that_chooses_blocks() -> None:
 
 @pytest.mark.parametrize("name", [V32, M3])
 def test_options_that_are_refused(name: str) -> None:
-    model = make_model(CHOOSING[name])
-    says = "prefill='split' is not possible with .*: an index chooses the keys of each token"
-    with pytest.raises(ValueError, match=says):
-        hf.enable(model, prefill="split")
     says = "TreeCache: deterministic is not supported with an index that chooses keys"
     with pytest.raises(ValueError, match=says):
-        hf.enable(model, deterministic=64)
+        hf.enable(make_model(CHOOSING[name]), deterministic=64)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a fake one")
+@on_ranks(2)
+def test_a_gpu_has_no_kernel_for_the_index(rank: int, world_size: int) -> None:
+    """It is said before the first token, while all keys would be chosen."""
+    says = "^index_topk: there is no kernel for cuda yet, got k on cuda:0; give tensors of the CPU$"
+    # Experts of a layer before it would need an operation that the fake device lacks.
+    model = _model(M3, layer_types=["minimax_m3_sparse", "full_attention"])
+    for prefill in ("replicated", "split"):
+        with fake_cuda():
+            hf.enable(model.to("cuda"), prefill=prefill)
+            prompt = {key: x.to("cuda") for key, x in _prompt(TOPK // 2).items()}
+            with pytest.raises(NotImplementedError, match=says):
+                model.generate(**prompt, max_new_tokens=1)
+            leave_device()
 
 
 FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -556,6 +618,21 @@ def test_saved_index_keys_that_do_not_fit(case: str, tmp_path: Path) -> None:
     _edit(tmp_path, change)
     with pytest.raises(ValueError, match=f"TreeCache.load: .*{says}"):
         hf.TreeCache.load(tmp_path, config)
+
+
+def _load_damaged(rank: int, world_size: int, path: Path, config: Any) -> None:
+    says = r"TreeCache\.load: .* is damaged: it has"
+    with pytest.raises((ValueError, ExchangeError), match=says):
+        hf.TreeCache.load(path, config)
+
+
+def test_saved_index_keys_that_are_cut(tmp_path: Path) -> None:
+    config = _saved(tmp_path)
+    (file,) = tmp_path.glob("cache-0*")
+    tensors = load_file(file)
+    name = next(x for x in tensors if "index_keys" in x)
+    save_file(tensors | {name: tensors[name][:, :, :-1].contiguous()}, file)
+    run_ranks(_load_damaged, 2, tmp_path, config)
 
 
 def test_caches_of_the_version_before_are_read_where_there_is_no_index(tmp_path: Path) -> None:

@@ -349,6 +349,12 @@ if len(CHOOSING) == len(hf_families.CHOOSING):  # not before transformers 5.24
             (1, 2, 4),
             in_turn=["way"],
         ),
+        "chosen keys, prompts": Row(
+            [CHOOSING], _by_any_owner, (2,), (3, 4), caches=("growing", "fixed"), num_tokens=12
+        ),
+        "chosen keys, prompts in all layouts": Row(
+            [["DeepSeek-V3.2", "MiniMax-M3"]], _in_any_layout, deep=(1, 2, 3, 4), in_turn=["way"]
+        ),
         "chosen keys, operations": Row(
             [["GLM-5", "MiniMax-M3"]], _by_rows, (2,), (1, 3, 4), OF_CHOSEN, ("growing", "fixed")
         ),

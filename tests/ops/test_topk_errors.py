@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tree_attention import index_topk, merge_topk
+from fake_device import fake_cuda
+from tree_attention import all_merge_topk, index_topk, merge_topk
 
 B, H, T, S, D = 2, 4, 3, 10, 8
 
@@ -161,6 +162,21 @@ def test_gradients_are_refused(argument: str) -> None:
     scores = torch.ones(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match=re.escape(f"merge_topk: scores {GRADIENT}")):
         merge_topk(scores, int32(2, 3), topk=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a fake one")
+def test_a_gpu_has_no_kernel() -> None:
+    with fake_cuda():
+        on_gpu = {"q": torch.ones(B, H, T, D).to("cuda"), "k": torch.ones(B, 1, S, D).to("cuda")}
+        scores, slots = torch.ones(2, 3).to("cuda"), int32(2, 3).to("cuda")
+        for op, argument, call in (
+            ("index_topk", "q", lambda: index(**on_gpu)),
+            ("merge_topk", "scores", lambda: merge_topk(scores, slots, topk=2)),
+            ("all_merge_topk", "scores", lambda: all_merge_topk(scores, slots, topk=2)),
+        ):
+            says = f"^{op}: there is no kernel for cuda yet, got {argument} on cuda:0; give tensors"
+            with pytest.raises(NotImplementedError, match=says):
+                call()
 
 
 def test_rows_and_sequences_may_be_none() -> None:

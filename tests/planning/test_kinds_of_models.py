@@ -199,6 +199,13 @@ def test_an_index_that_chooses_keys() -> None:
     # While all keys are chosen the index costs memory alone.
     short = (split_of(x, WHOLE, 2048, ranks) for x in (LATENT, model))
     assert len({x.token_bytes for x in short}) == 1
+    # Of a split prompt a rank gets the rows of all slots, and sends its own once a chunk. While all
+    # keys are chosen, queries and states may travel, as those of other models do.
+    dealt = [split_of(x, PROMPTS, context, ranks) for x in (LATENT, model)]
+    assert dealt[1]._chunk_bytes(chosen, context - 1024, 1024) == context * 1408 * 7 / 8
+    assert dealt[1]._chunk_bytes(chosen, 2047, 1) == dealt[0]._chunk_bytes(dense, 2047, 1)
+    seconds = (x.prefill_seconds(H200).exchange for x in (dealt[1], own))
+    assert next(seconds) < next(seconds)
     # 2 * 64 * 128 operations for each of half of all pairs, and of absorbed attention.
     pairs = 2048 * context - 2048 * 2048 / 2
     flop = 2 * 64 * 128 * context * context / 2 + 2 * 32 * (576 + 512) * pairs

@@ -64,7 +64,7 @@ def tree_attention_forward(
     `indices` and `block_indices` are what an index chose among the keys of a `TreeCache`.
     """
     ranges = _checked(query, attention_mask, dropout, kwargs)
-    rows = _chosen_rows(indices, block_indices, ranges)
+    choice = _choice(indices, block_indices, ranges)
     query = as_autocast(query)
     if not isinstance(key, KVShard):
         key, value = as_autocast(key), as_autocast(value)
@@ -92,10 +92,10 @@ def tree_attention_forward(
         if mesh is not None and own is not None:
             options["counts"] = mesh.head_counts(query.shape[1])
         attend: Any = functools.partial(_over_shard, **options)
-        if rows is not None:
-            attend = functools.partial(_over_chosen, rows=rows, own=own, **options)
+        if choice is not None:
+            attend = functools.partial(_over_chosen, choice=choice, own=own, **options)
         if isinstance(layer, LatentLayer):
-            o, lse = attend_to_latents(module, query, layer, attend, own, rows is not None)
+            o, lse = attend_to_latents(module, query, layer, attend, own, choice is not None)
         else:
             o, lse = attend(query, layer, own is not None)
     if s_aux is not None:
@@ -195,49 +195,61 @@ def _parts_of_prefix(
     return [part._replace(is_common=True) for part in parts]
 
 
-def _chosen_rows(indices: Any, block_indices: Any, ranges: KeyRanges) -> Tensor | None:
-    """The local slots that an index chose, as `Choice` has them; None: every query's range."""
+def _choice(indices: Any, block_indices: Any, ranges: KeyRanges) -> Choice | None:
+    """The choice of an index; None: every query's range."""
     if isinstance(block_indices, BlockChoice):
-        return block_indices.choose(ranges).rows
+        indices, block_indices = block_indices.choose(ranges), None
     for chosen in (indices, block_indices):
         if chosen is not None and not isinstance(chosen, Choice):
             raise NotImplementedError(f"tree_attention: {NEEDS_CACHE}")
-    return None if indices is None else indices.rows
+    return None if indices is None or indices.rows is None else indices
 
 
 def _over_chosen(
     query: Tensor,
     layer: TreeCacheLayer,
     is_head_sharded: bool,
-    rows: Tensor,
+    choice: Choice,
     own: tuple[int, int] | None,
     ranges: KeyRanges,
     out_dtype: torch.dtype,
     keywords: dict[str, Any],
     counts: tuple[int, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the local slots `rows`, as `Choice` has them, of a layer on all ranks."""
+    """Attention to the chosen slots of a layer on all ranks."""
     _check_layer(layer, ranges)
-    shard, decode = layer.shard, lean_decode
-    keys, values, scales = layer.operands(layer.buffers())
+    shard, decode, split = layer.shard, lean_decode, current_token_split()
+    buffers = layer.buffers()
+    if split is not None:
+        buffers = {
+            name: split.all_rows(name, x) for name, x in buffers.items() if name != "index_keys"
+        }
+    keys, values, scales = layer.operands(buffers)
     keywords, kv_heads = {**keywords, "out_dtype": out_dtype}, keys.shape[1]
+    rows, lengths = choice.rows, choice.lengths
+    assert rows is not None
     if rows.shape[1] > 1:  # each head has rows of its own, those of other tensor ranks too
         rows = rows.narrow(1, shard.column[0] * kv_heads, kv_heads)
     # With several heads of keys these are sequences here, which ranks cannot divide.
     is_divided = is_head_sharded and kv_heads == 1
-    if shard.world_size > 1:
+    if shard.world_size > 1 and split is None:
         decode, keywords = shard.decode, keywords | _merging(shard, is_divided, counts)
-    elif not torch.compiler.is_compiling():
+    elif split is None and not torch.compiler.is_compiling():
         shard.comm.check_group("TreeCache")
     batch, num_heads_q, seqlen_q, _ = query.shape
     state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1)
     step, parts = max(1, _MAX_STATE_BYTES // state_bytes), []
-    keywords |= {name: pages_of(x[..., None])[..., 0] for name, x in scales.items()}
     for tokens in (slice(begin, begin + step) for begin in range(0, seqlen_q, step)):
-        chosen = rows[:, :, tokens]
         q, k, v, its_ranges, keywords["page_table"] = by_rows(
-            query[:, :, tokens], keys, values, chosen
+            query[:, :, tokens],
+            keys,
+            values,
+            rows[:, :, tokens],
+            None if lengths is None else lengths[:, tokens],
+            block=choice.run,
         )
+        page_size = k.shape[2]
+        keywords |= {name: pages_of(x[..., None], page_size)[..., 0] for name, x in scales.items()}
         found = decode(q, k, v, its_ranges, **keywords)
         # From a sequence for each row, head of keys and query.
         sizes = batch, kv_heads, -1

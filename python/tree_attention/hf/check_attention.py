@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..weights.split import mesh_of
 from ..weights.text import takes_more_than_text, text_config, text_of
-from .cache.build import has_index, has_indexes, state_kinds
+from .cache.build import has_index, state_kinds
 from .cache.latent import EXPAND, LatentLayer, weight_of
 from .cache.operands import check_taken, no_rows
 from .cache.tree_cache import TreeCache
@@ -173,8 +173,6 @@ def _split_obstacle(model: PreTrainedModel) -> str | None:
     for name in ("position_ids", "logits_to_keep"):
         if name not in parameters:
             return f"its forward takes no {name}"
-    if has_indexes(config):
-        return "an index chooses the keys of each token"
     if takes_more_than_text(model):
         return "it takes images or sound as well as text"
     kind = rope_of_all_positions(config)

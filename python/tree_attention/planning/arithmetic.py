@@ -258,6 +258,8 @@ class Split:
         # The cheaper way: all queries and the states of them, or all keys and values.
         queries = tokens * BF16 * layers.heads * layers.key
         keys = (layers.seen(begin) + tokens) * layers.token_bytes(self.model.kv_dtype)
+        if layers.index is not None and begin + tokens > layers.index.topk:
+            return to_owners(keys, self.p)  # each rank chooses for its own tokens, of all keys
         return to_owners(min(queries + states, keys), self.p)
 
     def prefill_seconds(self, hosts: Hosts) -> Seconds:
@@ -282,7 +284,8 @@ class Split:
             # A token sees half of the context on average.
             operations += x.layers * context / 2 * x.scored(context) * self._copied_share
             sent += x.layers * sum(self._chunk_bytes(x, *chunk) for chunk in chunks)
-        sent += context * self._choice_bytes
+        if not is_dealt:
+            sent += context * self._choice_bytes
         # At most: a sum has two phases.
         merges = 1 if self.has_split_weights else 2
         rounds = merges * self._exchanges + 2 * self._sums

@@ -10,7 +10,9 @@ The first topk slots in the order of scores, and of slots where scores are equal
 attends to. A rank has the index keys of its own slots alone, so what `update_indexer` returns is no
 tensor but an expression: it notes the five operations that follow, and with the last one, `topk`,
 each rank chooses among its slots and the choices are merged, which is exact, as the first topk of a
-union are among the first topk of its parts. An indexer with any other operation is refused.
+union are among the first topk of its parts. An indexer with any other operation is refused. Where
+the tokens of a prompt are split over ranks, each gets the index keys, and then the keys or latents,
+of all slots instead, and chooses for its own tokens as one rank alone does.
 
 Elsewhere (MiniMax-M3) each head of the index chooses blocks of slots, for one head of keys, by the
 largest score of a block, and the blocks next to the query are chosen whatever their scores.
@@ -18,6 +20,7 @@ largest score of a block, and the blocks next to the query are chosen whatever t
 Source: DeepSeek-V3.2 (arXiv:2512.02556), section 2.1.
 """
 
+import math
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -27,15 +30,19 @@ from torch import Tensor
 from torch.overrides import resolve_name
 
 from ...exchange import all_merge_topk
-from ...index import index_topk
+from ...index import check_cpu, index_topk
 from ...ops import append_kv
+from ...sharding import BlockCyclic, ShardLayout
 from .fixed import StaticTreeCacheLayer
 from .growing import TreeCacheLayer
 from .latent import LatentLayer
+from .token_split import current_token_split
 
-# Candidates of a piece of queries, on their way from all ranks, take at most this.
+# What a piece of queries may choose, on its way from all ranks and to local slots, takes at most
+# this.
 _MAX_CANDIDATE_BYTES = 32 << 20
 _CANDIDATE_BYTES = 8  # a score and a slot
+_ROW_BYTES = 40  # of the integers in which `local_rows` looks up and sorts a slot
 
 _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _RELUS = (F.relu, torch.relu, torch.Tensor.relu)
@@ -95,10 +102,12 @@ class HiddenKeys(_NoTensor):
 class Choice(_NoTensor):
     """The keys that an index chose, in place of a tensor of slots, for the attention function."""
 
-    def __init__(self, rows: Tensor | None) -> None:
-        # int32 [batch, 1 or num_heads_kv, seqlen_q, n]: local slots, ascending, and then -1. None:
-        # every key that the query sees.
-        self.rows = rows
+    def __init__(self, rows: Tensor | None, run: int = 1, lengths: Tensor | None = None) -> None:
+        # int32 [batch, 1 or num_heads_kv, seqlen_q, n]: local slots, or runs of `run` of them,
+        # ascending, and then -1; where the tokens of a prompt are split, global ones. None: every
+        # key that the query sees.
+        self.rows, self.run = rows, run
+        self.lengths = lengths  # [batch, seqlen_q]: slots that a query sees; None: all in rows
 
     def to(self, _: torch.dtype) -> "Choice":
         return self
@@ -200,22 +209,35 @@ class IndexQuery:
         if ranges.unsupported is not None:
             raise NotImplementedError(f"tree_attention: {ranges.unsupported}")
         layer, shard = self.layer, self.layer.shard
+        check_cpu("index_topk", "k", layer.index_keys)  # in time: not when there is a choice
         # All ranks know it: none scores or sends anything before there is something to choose.
         if layer.most_tokens <= topk * block:
             return Choice(None)
         if ranges.skipped is not None:
             raise NotImplementedError(f"tree_attention: {_HOLE}")
-        keys = layer.index_keys[:, :, : shard.count(layer.kv_length)]
+        split = current_token_split()
+        layout, rank, num_parts = shard.layout, shard.rank, shard.world_size
+        keys = layer.index_keys
+        if split is not None:  # this rank has all keys, and chooses for its own tokens
+            layout, rank, num_parts = BlockCyclic(1), 0, 1
+            keys = split.all_rows("index_keys", keys)
+        keys = keys[:, :, : layout.count(rank, layer.kv_length)]
         local_ranges, key_slots = ranges.whole(), None
-        if shard.world_size > 1:
-            local_ranges = ranges.local(shard.layout, shard.rank)
-            key_slots = ranges.key_slots(shard.layout, shard.rank)
+        if num_parts > 1:
+            local_ranges = ranges.local(layout, rank)
+            key_slots = ranges.key_slots(layout, rank)
         positions = ranges.positions if local_blocks else None
+        if split is not None:
+            local_ranges = local_ranges[:, split.own]
+            positions = None if positions is None else positions[:, split.own]
         # transformers multiplies them in float32, but they are numbers of the model's dtype.
         queries = self.queries.to(keys.dtype)
         batch, _, seqlen_q, _ = queries.shape
         heads = queries.shape[1] if self.weights is None else 1
-        query_bytes = batch * heads * topk * _CANDIDATE_BYTES * (1 + shard.world_size)
+        run = _run(layout, block)
+        firsts = torch.arange(0, block, run, device=keys.device)  # of the runs of a block
+        entry_bytes = _CANDIDATE_BYTES * (1 + num_parts) + _ROW_BYTES * len(firsts)
+        query_bytes = batch * heads * topk * entry_bytes
         step, parts = max(1, _MAX_CANDIDATE_BYTES // query_bytes), []
         for tokens in (slice(begin, begin + step) for begin in range(0, seqlen_q, step)):
             its_ranges = local_ranges[:, tokens]
@@ -231,7 +253,7 @@ class IndexQuery:
                 key_slots=key_slots,
                 query_positions=None if positions is None else positions[:, tokens],
             )
-            if shard.world_size > 1:
+            if num_parts > 1:
                 _, slots = all_merge_topk(
                     scores,
                     slots,
@@ -240,11 +262,24 @@ class IndexQuery:
                     index_dtype=keys.dtype,
                     timeout=shard.timeout,
                 )
-            rows = shard.layout.local_rows(shard.rank, slots, block)
-            if block > 1:  # of the last block a query sees but a part
-                rows = rows.masked_fill(rows >= its_ranges[:, None, :, 1:], -1)
+            if block > 1:
+                slots = torch.where(slots < 0, -1, slots.long() * block)[..., None]
+                slots = torch.where(slots < 0, -1, slots + firsts).flatten(-2)
+            rows = layout.local_rows(rank, slots)
+            if block > 1:
+                is_seen = (rows >= 0) & (rows < its_ranges[:, None, :, 1:])
+                rows = torch.where(is_seen, rows // run, -1)
             parts.append(rows)
-        return Choice(torch.cat(parts, dim=2))
+        rows = torch.cat(parts, dim=2)
+        return Choice(rows) if block == 1 else Choice(rows, run, local_ranges[..., 1])
+
+
+def _run(layout: ShardLayout, block: int) -> int:
+    """The length of the runs of slots, each on one rank, into which a layout cuts all blocks. Local
+    runs begin at multiples of it too."""
+    if layout.world_size == 1:
+        return block
+    return math.gcd(block, layout.block) if isinstance(layout, BlockCyclic) else 1
 
 
 class BlockChoice(_NoTensor):
@@ -300,7 +335,9 @@ class IndexedLayer(TreeCacheLayer):
                 "update takes"
             )
         slots, num_tokens = expected
-        shape = [len(self.key_rows), 1, num_tokens, self.index_columns]
+        split = current_token_split()
+        computed = num_tokens if split is None else len(split.own)
+        shape = [len(self.key_rows), 1, computed, self.index_columns]
         if list(states.shape) != shape:
             raise ValueError(
                 f"TreeCache: the layer takes index keys of shape {shape}, got {list(states.shape)}"
@@ -308,6 +345,8 @@ class IndexedLayer(TreeCacheLayer):
         if states.dtype != self.index_keys.dtype:
             self._become(states.dtype)
         rows, held = states.detach(), self.index_keys
+        if split is not None:
+            rows, _ = split.rows_of_owner(rows, rows[..., :0])
         places = self.places(slots).expand(len(rows), -1)
         append_kv(rows, rows[..., :0], held, held[..., :0], places)
         super().end(num_tokens)

@@ -17,6 +17,8 @@ from .shard import Moves, Place, Shard, tokens_at
 
 # By how many tokens ranks may differ: a block of the default layout.
 _MAX_DIFFERENCE = BlockCyclic.block
+# What a rank receives at a time of the rows of all slots.
+_MAX_RECEIVED_BYTES = 32 << 20
 
 
 class TokenSplit:
@@ -99,6 +101,30 @@ class TokenSplit:
             return keys, values
         rows = self._moves.apply("prefill", self._signature, torch.cat((keys, values), dim=3))
         return rows[..., : keys.shape[3]], rows[..., keys.shape[3] :]
+
+    def all_rows(self, name: str, x: Tensor) -> Tensor:
+        """Collective: the rows `[batch, heads, slots, ...]` of all slots before the chunk's end, of
+        which `x` has this rank's, in memory that layers share by the name."""
+        layout, rank = self.shard.layout, self.shard.rank
+        whole = self.room(f"all {name}", (*x.shape[:2], self.end, *x.shape[3:]), x.dtype)
+        if whole.nbytes == 0:  # values of latents
+            return whole
+        step = max(1, _MAX_RECEIVED_BYTES * self.end // whole.nbytes)
+        for begin in range(0, self.end, step):
+            end = min(begin + step, self.end)
+            slots = [
+                layout.local_slots(r, begin, end).to(x.device) for r in range(self.shard.world_size)
+            ]
+            received = {
+                r: self.room(f"rows of {r}", (*x.shape[:2], len(places), *x.shape[3:]), x.dtype)
+                for r, places in enumerate(slots)
+                if r != rank
+            }
+            own = x[:, :, layout.count(rank, begin) : layout.count(rank, end)].contiguous()
+            self.exchange(received, dict.fromkeys(received, own))
+            for r, rows in {**received, rank: own}.items():
+                whole[:, :, slots[r]] = rows
+        return whole
 
     def of_last_rank(self, x: Tensor) -> Tensor:
         """Return the `x [batch, 1, ...]` of the last token, with the same bits on every rank."""
