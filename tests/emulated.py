@@ -42,15 +42,17 @@ BRIDGE = [
 @dataclass(frozen=True)
 class Limits:
     """Limits of a device: multiprocessors, bytes of shared memory of each and of a block
-    (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability")."""
+    (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"), and whether
+    blocks form clusters."""
 
     num_sms: int
     shared_bytes_per_sm: int
     shared_bytes_per_block: int
+    has_clusters: bool = False
 
 
 A100 = Limits(108, 164 << 10, 163 << 10)
-H100 = Limits(132, 228 << 10, 227 << 10)
+H100 = Limits(132, 228 << 10, 227 << 10, has_clusters=True)
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "lost device": ("lost_device_cuda", ()),
 }
 OVERHEAD_TILES, MIN_WORKER_TILES = 1, 2  # csrc/cuda/decode/schedule.cuh
+MOST_WHOLE_TILES = 4  # csrc/cuda/decode/plan.cu
 MAX_MERGED_PARTS, MAX_MERGED_ROWS, RADIX = 36, 8, 16  # csrc/common/fixup.h
 
 
@@ -73,6 +74,9 @@ class Gpu:
     memory_us: float = 0.8  # from the first request to its data
     l2_us: float = 0.2  # a load of what another block has stored
     publish_us: float = 1.35  # storing a partial state, the fence, the counter, two barriers
+    # Two barriers of a cluster and two loads from another multiprocessor's shared memory between
+    # them: about 180 clocks for each load (arXiv:2402.13499), and as many for a barrier.
+    cluster_us: float = 4 * 180 / 1.755e3
 
 
 @dataclass(frozen=True)
@@ -92,17 +96,19 @@ class Code:
     page_addresses: int  # what pages add
     # Instructions outside the loop, one after the other: before the first request; from the last
     # product to the fence; of a merge from its arrival to the weights, for each level of a tree of
-    # lse, and for each turn of loads.
+    # lse, and for each turn of loads; of a merge in a cluster.
     prologue: int
     end: int
     merge: int
     merge_level: int
     merge_turn: int
+    cluster_merge: int
     merge_loads: int  # parts that a merge asks for at a time
     lse_trips: int  # to memory for the weights of a merge, before the first parts come
     steps: Mapping[int, Step]  # by the rows of a warp
     merges_by_rows: bool  # whether parts of many rows are merged in smaller groups
     two_levels: bool  # whether workers are so few that two levels of merges do
+    clusters: bool  # whether a worker is a cluster of blocks where outputs have several each
     in_step: bool  # whether blocks of rows read the same keys at the same time (line_order.py)
     requests: int = 16  # a quarter of those of a tile
     loop: int = 55  # of a tile, with the maxima and sums of its rows
@@ -128,11 +134,13 @@ BEFORE = Code(
     merge=120,
     merge_level=100,
     merge_turn=150,
+    cluster_merge=0,
     merge_loads=8,
     lse_trips=1,
     steps={16: Step(48, 124, {"int8": 438, "fp8": 502})},
     merges_by_rows=False,
     two_levels=False,
+    clusters=False,
     in_step=False,
 )
 # What ran on the H100, at 51e5468: 300 and 363 with 8 rows, 333 and 384 with 16. 16 keys have 297
@@ -159,7 +167,9 @@ NOW = replace(
     merge=190,
     merge_level=0,
     merge_turn=100,
+    cluster_merge=350,
     two_levels=True,
+    clusters=True,
     steps={
         8: Step(32, 115, {"int8": 158, "fp8": 77}),
         16: Step(48, 131, {"int8": 218, "fp8": 136}),
@@ -227,6 +237,27 @@ def in_step(workers: int, row_blocks: int) -> int:
     """Rounded as csrc/cuda/decode/plan.cu does it for blocks of rows that read the same keys."""
     rest = workers % row_blocks
     return workers - rest if 16 * rest <= workers else workers
+
+
+def workers_of(
+    case: CudaCase, tile: Tile, blocks: int, resident: int, max_merged: int
+) -> tuple[int, int]:
+    """Return the blocks of a worker, and the workers, as csrc/cuda/decode/plan.cu chooses them
+    where so many blocks are resident and have work."""
+    outputs = case.heads[1] * -(-packed_rows(case) // tile.rows) * len(case.lengths)
+    of_output = blocks // outputs
+    in_eights = resident - resident // 9
+    if tile.rows > 16 or of_output < 2:
+        return 1, blocks
+    if of_output > max_merged:
+        return 8, min(blocks, in_eights) // 8
+    size = min(8, 1 << of_output.bit_length() - 1)
+    fits = size < 8 or size * outputs <= in_eights
+    tiles = -(-max(case.lengths) // tile.keys)
+    most_tiles = -(-tiles // size)
+    if fits and (8 * size * outputs >= 7 * blocks or most_tiles <= MOST_WHOLE_TILES):
+        return size, outputs
+    return 1, blocks
 
 
 def packed_rows(case: CudaCase) -> int:
@@ -306,10 +337,14 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
     rows = min(packed_rows(case), tile.rows)
     max_merged = RADIX if code.merges_by_rows and rows > MAX_MERGED_ROWS else MAX_MERGED_PARTS
     workers = min(in_step(resident_blocks, row_blocks), -(-line // MIN_WORKER_TILES))
+    size = 1
+    if code.clusters:
+        size, workers = workers_of(case, tile, workers, resident_blocks, max_merged)
     if code.two_levels:
         workers = min(workers, RADIX * max_merged * outputs * len(case.lengths))
-    longest = -(-line // workers)  # range of the line
-    resident = -(-workers // machine.multiprocessors)  # blocks of a multiprocessor
+    range_of_worker = -(-line // workers)  # of the line
+    longest = -(-range_of_worker // size)  # range of a block
+    resident = -(-workers * size // machine.multiprocessors)  # blocks of a multiprocessor
     of_warp = instructions(case, tile, code)
     columns = case.head_dim + (case.latent_dim or case.head_dim)
 
@@ -324,11 +359,13 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
     read = case.read_bytes * (1 if reads_once else row_blocks)
     times["DRAM"] = read / (machine.read_bandwidth * machine.read_efficiency) * 1e6
 
-    most_parts = min(workers, -(-max(tiles) // longest) + 1)
-    is_whole = max(tiles) + OVERHEAD_TILES == longest  # every output, by one block
+    most_parts = min(workers, -(-max(tiles) // range_of_worker) + 1)
+    is_whole = max(tiles) + OVERHEAD_TILES == range_of_worker  # every output, by one worker
     part_bytes = 4 * (case.latent_dim or case.head_dim) * rows
     fixup = 0.0 if is_whole else fixup_us(most_parts, code, machine, part_bytes, max_merged)
     serial = steps_us(code.prologue + code.end, machine)
+    if size > 1:
+        serial += steps_us(code.cluster_merge, machine) + machine.cluster_us
     fixed = machine.launch_us + machine.memory_us + serial + fixup
 
     bound = max(times, key=lambda name: times[name])

@@ -36,6 +36,43 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
+// From compute capability 9.0 on the blocks of a cluster run side by side, wait for one another and
+// read one another's shared memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kHasClusters = false;
+#else
+constexpr bool kHasClusters = true;
+#endif
+
+// 9.7.13.3 (barrier.cluster): waits for all threads of the cluster. What one of them wrote before,
+// to shared memory or to global memory, the others see after.
+__device__ __forceinline__ void barrier_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// 9.7.9.23 (mapa): where block `rank` of the cluster has what this block has at a shared address.
+__device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+// 9.7.9.8 (ld) of an address that mapa gave.
+__device__ __forceinline__ float ld_shared_cluster(uint32_t address) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+// The same of 16 bytes.
+__device__ __forceinline__ void ld_shared_cluster_v4(float (&x)[4], uint32_t address) {
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
 // 9.7.9.25.3.1 (cp.async): 16 bytes, of which the last 16 - num_bytes become zero; num_bytes is 0
 // or 16. L2 only. `source` must be valid memory only where num_bytes is not zero. It has no cache
 // policy: ptxas (12.8 to 13.3) may lose the descriptor that holds one, and the copy is an illegal

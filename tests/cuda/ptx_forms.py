@@ -104,6 +104,9 @@ CALLS = {
     "cp.async.wait_group": (("u32",), "cp_async_wait_group<{0}>()"),
     "bar.sync": (("0",), "__syncthreads()"),
     "bar.warp.sync": (("b32",), "__syncwarp({0})"),
+    # In the kernels the wait follows at once.
+    "barrier.cluster.arrive.release.aligned": ((), ""),
+    "barrier.cluster.wait.acquire.aligned": ((), "barrier_cluster()"),
     "st.release.sys.global.u64": (
         ("[b64]", "u64"),
         "store_release_system(reinterpret_cast<uint64_t*>({0}), {1})",
@@ -116,6 +119,7 @@ CALLS_WITH_RESULT = {
     "atom.acq_rel.gpu.global.inc.u32": (
         "u32", ("[b64]", "u32"), "atomic_inc_acq_rel(reinterpret_cast<uint32_t*>({0}), {1})",
     ),
+    "mapa.shared::cluster.u32": ("u32", ("b32", "b32"), "mapa({0}, {1})"),
     "ld.acquire.gpu.global.u32": (
         "u32", ("[b64]",), "load_acquire(reinterpret_cast<const uint32_t*>({0}))",
     ),

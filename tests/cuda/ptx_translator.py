@@ -31,7 +31,9 @@ class UnknownPTX(ValueError):
     """What the translator does not know; nothing is left out silently."""
 
 
-_ACCESS = re.compile(r"(ld|st)(?:\.(global|shared|param))?(?:\.v([24]))?\.([a-z]\d+)$")
+_ACCESS = re.compile(
+    r"(ld|st)(?:\.(global|shared(?:::cluster)?|param))?(?:\.v([24]))?\.([a-z]\d+)$"
+)
 _FUNCTION = re.compile(
     r"^(?:\.visible\s+|\.weak\s+)*\.(?P<kind>entry|func)\s*(?:\((?P<result>[^()]*)\))?\s*(?P<name>\w+)"
     r"\s*\((?P<params>[^()]*)\)[^{;]*(?P<end>[{;])",
@@ -199,7 +201,7 @@ class Function:
             raise UnknownPTX(f"the type {type}")
         size = int(count or 1) * BITS[type] // 8
         address, registers = operands if kind == "st" else reversed(operands)
-        if space == "shared":
+        if space in ("shared", "shared::cluster"):
             bytes = f"shared_bytes_at({self.address(address, 'b32')}, {size})"
         else:
             bytes = f"bytes_at({self.address(address, 'b64')}, {size})"

@@ -32,6 +32,7 @@ def decode(instance: str, *cases: str) -> Target:
 SHORT = decode("bf16_64", "decode_short")
 # Of 128 columns and 128 rows, where o passes through shared memory in two parts.
 WIDE = decode("bf16_128", "decode_wide")
+CLUSTERS = decode("bf16_64", "decode_clusters_short")
 INT8 = decode("bf16_int8_64", "decode_int8_short")
 COLUMNS = decode("bf16_int8_256", "decode_columns_short")
 ONE_SHOT = Target(
@@ -44,6 +45,8 @@ ONE_SHOT = Target(
 # By the words in the sources; SHORT finds the others.
 FOUND_BY = {
     "the next columns overwrite those that are read": WIDE,
+    "states are merged before all blocks of the cluster have stored them": CLUSTERS,
+    "a stage is filled, or its block ends, while another block reads it": CLUSTERS,
     "products of the other columns are not waited for": COLUMNS,
     "the scales of keys are dropped": INT8,
     "the scales of values are dropped": INT8,

@@ -35,6 +35,7 @@ KERNELS = [
     Kernel("bf16", 16, "decode_short"),
     Kernel("bf16", 32, "decode_short"),
     Kernel("bf16", 128, "decode_row_blocks"),
+    Kernel("bf16", 8, "decode_clusters_short"),
     Kernel("bf16", 8, "decode_128_short", 128),
     Kernel("bf16_int8", 8, "decode_int8_short"),
     Kernel("bf16_int8", 16, "decode_int8_short"),

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <source_location>
+#include <utility>
 #include <vector>
 
 #include "async_copies.h"
@@ -63,13 +64,20 @@ struct Warp {
   void* operands[kWarpSize];
 };
 
+// Blocks that are resident together, and where they meet.
+struct Cluster {
+  std::vector<Block*> blocks;  // by their rank; null: it has ended
+  Meeting barrier;
+};
+
 // A launch.
 struct Grid {
   unsigned num_blocks, num_threads;
+  unsigned cluster_size;  // blocks of a cluster, which divide those of the grid
   size_t shared_bytes;
   std::function<void()> kernel;
   Grid* before = nullptr;       // on the same stream, which must have ended
-  std::vector<unsigned> order;  // of blocks
+  std::vector<unsigned> order;  // of clusters
   size_t begun = 0, ended = 0;  // of them
   char end;                     // what threads release at their end
 
@@ -79,13 +87,18 @@ struct Grid {
 };
 
 struct Block {
-  Block(Grid* grid, unsigned index) : grid(grid), index(index), shared_bytes(grid->shared_bytes) {
+  Block(Grid* grid, unsigned index, std::shared_ptr<Cluster> of_cluster)
+      : grid(grid), index(index), cluster(std::move(of_cluster)), shared_bytes(grid->shared_bytes) {
+    cluster->blocks.push_back(this);
     const size_t size = (shared_bytes + kRedzone + kSharedAlignment - 1) & ~(kSharedAlignment - 1);
     shared.reset(static_cast<char*>(std::aligned_alloc(kSharedAlignment, size)));
     std::memset(shared.get(), kPoison, size);
     forbid_access(shared.get() + shared_bytes, kRedzone);
   }
-  ~Block() { allow_access(shared.get() + shared_bytes, kRedzone); }
+  ~Block() {
+    cluster->blocks[rank()] = nullptr;
+    allow_access(shared.get() + shared_bytes, kRedzone);
+  }
 
   bool redzone_is_whole() {
     const char* end = shared.get() + shared_bytes;
@@ -93,8 +106,11 @@ struct Block {
     return std::all_of(end, end + kRedzone, [](unsigned char x) { return x == kPoison; });
   }
 
+  unsigned rank() const { return index % grid->cluster_size; }  // in its cluster
+
   Grid* grid;
   unsigned index;
+  std::shared_ptr<Cluster> cluster;
   size_t shared_bytes;
   struct Free {
     void operator()(char* memory) const { std::free(memory); }

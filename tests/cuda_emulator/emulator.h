@@ -119,9 +119,16 @@ namespace tree_attention::cuda {
 template <typename Params>
 cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned num_threads,
                           size_t shared_bytes, cudaStream_t stream, const Params& params,
-                          bool /*early*/ = false) {
-  emulator::launch(num_blocks, num_threads, shared_bytes, stream,
-                   [kernel, params] { kernel(params); });
+                          bool /*early*/ = false, unsigned cluster_size = 1) {
+  emulator::launch(
+      num_blocks, num_threads, shared_bytes, stream, [kernel, params] { kernel(params); },
+      cluster_size);
+  return cudaSuccess;
+}
+
+template <typename Params>
+cudaError_t find_ptx_version(void (*)(Params), int* version) {
+  *version = 90;
   return cudaSuccess;
 }
 

@@ -109,14 +109,14 @@ void run_streams() {
 std::unique_ptr<torch::Library> library;
 
 cuda::DeviceLimits make_limits(int64_t num_sms, int64_t shared_bytes_per_sm,
-                               int64_t shared_bytes_per_block) {
+                               int64_t shared_bytes_per_block, bool has_clusters) {
   return {static_cast<int32_t>(num_sms), static_cast<int32_t>(shared_bytes_per_sm),
-          static_cast<int32_t>(shared_bytes_per_block)};
+          static_cast<int32_t>(shared_bytes_per_block), has_clusters, has_clusters};
 }
 
 void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
-             int64_t shared_bytes_per_block) {
-  limits = make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block);
+             int64_t shared_bytes_per_block, bool has_clusters) {
+  limits = make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block, has_clusters);
   emulator::options().seed = seed;
   emulator::options().resident_blocks = kResidentBlocks;
   emulator::options().shared_bytes_per_sm = shared_bytes_per_sm;
@@ -152,7 +152,7 @@ void check_capability(std::string op, std::string device, int64_t major, int64_t
 // (row tile, threads, blocks per SM, stages, bytes of shared memory) of kernels on a GPU.
 std::vector<int64_t> plan(at::ScalarType dtype, at::ScalarType kv_dtype, int64_t head_dim,
                           int64_t num_rows, int64_t num_sms, int64_t shared_bytes_per_sm,
-                          int64_t shared_bytes_per_block) {
+                          int64_t shared_bytes_per_block, bool has_clusters) {
   DecodeParams params{};
   params.dtype = data_type(dtype, "plan", "dtype");
   params.kv_dtype = kv_data_type(kv_dtype, params.dtype);
@@ -160,7 +160,7 @@ std::vector<int64_t> plan(at::ScalarType dtype, at::ScalarType kv_dtype, int64_t
   params.batch = params.num_heads_q = params.num_heads_kv = 1;
   params.seqlen_q = static_cast<int32_t>(num_rows);
   const cuda::Plan plan = cuda::plan_lean_decode(
-      params, make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block));
+      params, make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block, has_clusters));
   return {plan.row_tile, plan.num_threads, plan.blocks_per_sm, plan.num_stages, plan.shared_bytes};
 }
 

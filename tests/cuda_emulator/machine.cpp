@@ -17,6 +17,7 @@ namespace tree_attention::emulator {
 namespace {
 
 constexpr uint32_t kSharedBase = 1024;  // a shared address is never zero
+constexpr int kRankBit = 24;            // of a mapped address: one more than the block's rank
 
 // Launches that wait for Streams::run.
 struct Waiting {
@@ -47,10 +48,14 @@ Counters& counters() {
 }
 
 void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes, const void* stream,
-            std::function<void()> kernel) {
+            std::function<void()> kernel, unsigned cluster_size) {
   if (Run::running != nullptr) throw Error("a launch within a launch");
   if (num_threads == 0 || num_threads % kWarpSize != 0) {
     throw Error("blocks are whole warps here, not " + std::to_string(num_threads) + " threads");
+  }
+  if (cluster_size < 1 || cluster_size > 8 || num_blocks % cluster_size != 0) {
+    throw Error("clusters of " + std::to_string(cluster_size) + " blocks, of " +
+                std::to_string(num_blocks));
   }
   if (options().resident_blocks < 1) throw Error("no resident blocks");
   const Hidden hidden;
@@ -58,6 +63,7 @@ void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes, cons
   auto grid = std::make_unique<Grid>();
   grid->num_blocks = num_blocks;
   grid->num_threads = num_threads;
+  grid->cluster_size = cluster_size;
   grid->shared_bytes = shared_bytes;
   grid->kernel = std::move(kernel);
   if (waiting == nullptr) {
@@ -112,6 +118,11 @@ void block_barrier(const std::source_location& where) {
   Run::running->block_barrier(where);
 }
 
+void cluster_barrier(const std::source_location& where) {
+  const Hidden hidden;
+  Run::running->cluster_barrier(where);
+}
+
 void switch_point(At at, const std::source_location& where) {
   const Hidden hidden;
   Run::running->switch_point(at, where);
@@ -142,9 +153,20 @@ void require_global(const void* pointer, const std::source_location& where) {
   }
 }
 
+uint32_t map_to_block(uint32_t address, uint32_t rank, const std::source_location& where) {
+  if (rank >= Run::current->warp->block->cluster->blocks.size()) {
+    fail("the cluster has no block " + std::to_string(rank), where);
+  }
+  return (rank + 1) << kRankBit | address;
+}
+
 char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& where) {
-  const Block& block = *Run::current->warp->block;
-  const int64_t offset = int64_t{address} - kSharedBase;
+  const Block* const own = Run::current->warp->block;
+  const uint32_t mapped = address >> kRankBit;
+  const Block* const owner = mapped == 0 ? own : own->cluster->blocks[mapped - 1];
+  if (owner == nullptr) fail("the block whose memory this is has ended", where);
+  const Block& block = *owner;
+  const int64_t offset = int64_t{address & ((1u << kRankBit) - 1)} - kSharedBase;
   if (offset % num_bytes != 0) {
     fail("shared address " + std::to_string(offset) + " is no multiple of " +
              std::to_string(num_bytes),

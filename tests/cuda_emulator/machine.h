@@ -48,7 +48,7 @@ Counters& counters();
 
 // It is over when this returns, unless there are Streams.
 void launch(unsigned num_blocks, unsigned num_threads, size_t shared_bytes, const void* stream,
-            std::function<void()> kernel);
+            std::function<void()> kernel, unsigned cluster_size = 1);
 
 // How many blocks shared memory and threads leave room for on a multiprocessor, as a driver says
 // it. The emulated device knows no registers.
@@ -78,6 +78,7 @@ void warp_function(const char* name, void* operands, Compute compute,
                    const std::source_location& where);
 void warp_barrier(const std::source_location& where);
 void block_barrier(const std::source_location& where);
+void cluster_barrier(const std::source_location& where);
 
 // A place where another thread may run. Only acquire loads, for very long, are a livelock.
 enum class At { kAtomic, kFence, kAcquireLoad, kAsyncWait };
@@ -91,7 +92,10 @@ uint32_t shared_address(const void* pointer, const std::source_location& where);
 // Fails where a pointer to global memory is one into the block's shared memory, which a device
 // cannot reach by the same instructions.
 void require_global(const void* pointer, const std::source_location& where);
-// The bytes at a shared address, which must be aligned to their number and inside.
+// The same address in block `rank` of the cluster.
+uint32_t map_to_block(uint32_t address, uint32_t rank, const std::source_location& where);
+// The bytes at a shared address, which must be aligned to their number and inside of the memory of
+// this block, or of the block of its cluster that map_to_block() gave it.
 char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& where);
 
 void note_request(Request request);

@@ -9,6 +9,7 @@ void test_ptx_instructions();
 void test_async_copies();
 void test_divergence();
 void test_livelock();
+void test_clusters();
 void test_addresses();
 void test_shared_memory();
 void test_bank_conflicts();
@@ -44,6 +45,8 @@ void test_decode_shared_cases();
 void test_decode_edges();
 void test_decode_many_workers();
 void test_decode_short();
+void test_decode_clusters();
+void test_decode_clusters_short();
 void test_decode_columns_short();
 void test_decode_short_kinds();
 void test_decode_latents();
@@ -52,6 +55,7 @@ void test_decode_float16_latents_short();
 void test_decode_128_short();
 void test_decode_wide();
 void test_decode_row_blocks();
+void test_decode_plans_of_clusters();
 void test_decode_addresses();
 void test_decode_addresses_short();
 void test_decode_int8_short();
@@ -74,10 +78,13 @@ int main(int argc, char** argv) {
             {"decode_edges", test_decode_edges},
             {"decode_many_workers", test_decode_many_workers},
             {"decode_short", test_decode_short},
+            {"decode_clusters", test_decode_clusters},
+            {"decode_clusters_short", test_decode_clusters_short},
             {"decode_columns_short", test_decode_columns_short},
             {"decode_short_kinds", test_decode_short_kinds},
             {"decode_wide", test_decode_wide},
             {"decode_row_blocks", test_decode_row_blocks},
+            {"decode_plans_of_clusters", test_decode_plans_of_clusters},
             {"decode_addresses", test_decode_addresses},
             {"decode_addresses_short", test_decode_addresses_short},
             {"decode_latents", test_decode_latents},
@@ -134,6 +141,7 @@ int main(int argc, char** argv) {
       // Mistakes, which it would report as well.
       {"asynchronous copies", test_async_copies},
       {"divergence", test_divergence},
+      {"clusters", test_clusters},
       {"livelock", test_livelock},
       {"addresses", test_addresses},
       {"shared memory", test_shared_memory},

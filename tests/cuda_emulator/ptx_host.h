@@ -26,6 +26,25 @@ inline char* dynamic_shared_memory() { return emulator::shared_memory(); }
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 
+constexpr bool kHasClusters = true;
+inline void barrier_cluster(source_location where = source_location::current()) {
+  emulator::cluster_barrier(where);
+}
+inline uint32_t mapa(uint32_t address, uint32_t rank,
+                     source_location where = source_location::current()) {
+  return emulator::map_to_block(address, rank, where);
+}
+inline float ld_shared_cluster(uint32_t address,
+                               source_location where = source_location::current()) {
+  return *reinterpret_cast<const float*>(emulator::shared_bytes(address, 4, where));
+}
+inline void ld_shared_cluster_v4(float (&x)[4], uint32_t address,
+                                 source_location where = source_location::current()) {
+  const auto* const source =
+      reinterpret_cast<const float*>(emulator::shared_bytes(address, 16, where));
+  for (int i = 0; i < 4; ++i) x[i] = source[i];
+}
+
 inline void cp_async_16(uint32_t destination, const void* source, int num_bytes,
                         source_location where = source_location::current()) {
   emulator::note_request({source, num_bytes});

@@ -317,6 +317,52 @@ inline void test_early_launches(const Device& device) {
   for (int i = 0; i < 32; ++i) CHECK(words[96 + i] == 3, "word ", i, " is ", words[96 + i]);
 }
 
+// Each block of a cluster reads what the next one has in its shared memory, a word and four.
+struct ClusterParams {
+  float* out;  // [blocks, threads, 2]
+};
+template <typename Params>
+__global__ void cluster_kernel(const Params p) {
+  if constexpr (cuda::kHasClusters) {
+    auto* const words = reinterpret_cast<float*>(cuda::dynamic_shared_memory());
+    const int i = threadIdx.x, block = blockIdx.x;
+    words[i] = static_cast<float>(100 * block + i);
+    cuda::barrier_cluster();
+    const uint32_t next = (block + 1) % 4;
+    float four[4];
+    cuda::ld_shared_cluster_v4(four,
+                               cuda::mapa(cuda::shared_address(words + (63 - i) / 4 * 4), next));
+    float* const out = p.out + 2 * (64 * block + i);
+    out[0] = cuda::ld_shared_cluster(cuda::mapa(cuda::shared_address(words + 63 - i), next));
+    out[1] = four[0] + 2 * four[1] + 4 * four[2] + 8 * four[3];
+    cuda::barrier_cluster();
+    words[i] = -1.0f;
+  }
+}
+
+// Clusters of four, where the code was written for devices that have them.
+inline void test_clusters(const Device& device) {
+  constexpr int kBlocks = 12;
+  int ptx_version = 0;
+  CHECK(cuda::find_ptx_version(cluster_kernel<ClusterParams>, &ptx_version) == cudaSuccess,
+        "version");
+  if (ptx_version < 90) return;
+  float* out = device.array(std::vector<float>(2 * 64 * kBlocks));
+  CHECK(cuda::launch_kernel(cluster_kernel<ClusterParams>, kBlocks, 64, 256, nullptr,
+                            ClusterParams{out}, false, 4) == cudaSuccess,
+        "launch");
+  device.synchronize();
+  for (int i = 0; i < 64 * kBlocks; ++i) {
+    const int block = i / 64, next = block / 4 * 4 + (block + 1) % 4, place = 63 - i % 64;
+    const auto word = [&](int i) { return static_cast<float>(100 * next + i); };
+    const int first = place / 4 * 4;
+    CHECK(out[2 * i] == word(place), i, " is ", out[2 * i]);
+    CHECK(out[2 * i + 1] ==
+              word(first) + 2 * word(first + 1) + 4 * word(first + 2) + 8 * word(first + 3),
+          i, " is ", out[2 * i + 1]);
+  }
+}
+
 inline void test_known_answers(const Device& device) {
   test_copies(device);
   test_words(device);
@@ -332,6 +378,7 @@ inline void test_known_answers(const Device& device) {
   test_messages(device);
   test_shuffles(device);
   test_early_launches(device);
+  test_clusters(device);
 }
 
 }  // namespace tree_attention::testing

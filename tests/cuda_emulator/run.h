@@ -47,9 +47,9 @@ class Run {
   explicit Run(const Grids& grids) : grids_(grids), random_(options().seed) {
     for (const auto& grid : grids) {
       auto& order = grid->order;
-      order.resize(grid->num_blocks);
+      order.resize(grid->num_blocks / grid->cluster_size);
       std::iota(order.begin(), order.end(), 0u);
-      for (unsigned i = grid->num_blocks; i > 1; --i) {
+      for (unsigned i = static_cast<unsigned>(order.size()); i > 1; --i) {
         std::swap(order[i - 1], order[random_.below(i)]);
       }
     }
@@ -59,6 +59,7 @@ class Run {
 
   void run() {
     for (begin_blocks(); !blocks_.empty(); begin_blocks()) {
+      if (runnable_.empty()) throw Error("deadlock: " + describe(*blocks_.front()));
       switch_to(next_thread(), os_thread_);
       if (error_) break;
       end_block();
@@ -108,6 +109,25 @@ class Run {
     acquire(object);
   }
 
+  void cluster_barrier(const std::source_location& where) {
+    Block& block = *current->warp->block;
+    const std::shared_ptr<Cluster> cluster = block.cluster;
+    void* object = cluster->barrier.object();
+    release(object);
+    const unsigned all = block.grid->num_threads * block.grid->cluster_size;
+    if (arrive(cluster->barrier, "barrier.cluster", where) == all) {
+      close(cluster->barrier);
+      for (Block* member : cluster->blocks) {
+        for (auto& warp : member->warps) wake(*warp);
+      }
+      change_thread();
+    } else {
+      wait();
+    }
+    current->waits_for = nullptr;
+    acquire(object);
+  }
+
   void switch_point(At at_what, const std::source_location& where) {
     if (at_what == At::kAtomic) acquire_loads_ = 0;
     if (at_what == At::kAcquireLoad && ++acquire_loads_ > kLivelock) {
@@ -128,15 +148,25 @@ class Run {
     const size_t max_resident = options().resident_blocks;
     for (const auto& grid : grids_) {
       if (grid->before != nullptr && !grid->before->has_ended()) continue;
-      while (grid->begun < grid->num_blocks && grid->begun - grid->ended < max_resident) {
-        begin_block(*grid, grid->order[grid->begun++]);
+      const size_t size = grid->cluster_size;
+      while (grid->begun < grid->num_blocks &&
+             grid->begun - grid->ended + size <= std::max(max_resident, size)) {
+        begin_cluster(*grid, grid->order[grid->begun / size]);
       }
     }
   }
 
-  void begin_block(Grid& grid, unsigned index) {
+  void begin_cluster(Grid& grid, unsigned index) {
+    const auto cluster = std::make_shared<Cluster>();
+    for (unsigned rank = 0; rank < grid.cluster_size; ++rank) {
+      begin_block(grid, index * grid.cluster_size + rank, cluster);
+    }
+  }
+
+  void begin_block(Grid& grid, unsigned index, const std::shared_ptr<Cluster>& cluster) {
     ++counters().blocks;
-    blocks_.push_back(std::make_unique<Block>(&grid, index));
+    ++grid.begun;
+    blocks_.push_back(std::make_unique<Block>(&grid, index, cluster));
     Block& block = *blocks_.back();
     for (unsigned first = 0; first < grid.num_threads; first += kWarpSize) {
       block.warps.push_back(std::make_unique<Warp>());
@@ -235,11 +265,17 @@ class Run {
       if (warp.meeting.arrived != 0) {
         fail("divergence: " + describe(*warp.block), warp.meeting.where);
       }
-      if (warp.block->runnable_warps == 0) {
-        fail("deadlock: " + describe(*warp.block), warp.block->barrier.where);
+      if (!can_run(*warp.block->cluster)) {
+        fail("deadlock: " + describe(*warp.block), current->where);
       }
     }
     switch_to(next_thread(), current->fiber);
+  }
+
+  static bool can_run(const Cluster& cluster) {
+    return std::any_of(cluster.blocks.begin(), cluster.blocks.end(), [](const Block* block) {
+      return block != nullptr && block->runnable_warps > 0;
+    });
   }
 
   // The running thread is not runnable any more.

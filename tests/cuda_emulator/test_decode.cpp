@@ -41,8 +41,9 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-void launch(const DecodeParams& params, const DeviceLimits& limits) {
-  const Plan plan = cuda::plan_lean_decode(params, limits);
+void launch(const DecodeParams& params, const DeviceLimits& limits, int cluster_size = 1) {
+  Plan plan = cuda::plan_lean_decode(params, limits);
+  plan.cluster_size = cluster_size;
   std::vector<uint32_t> counters(plan.workspace.num_counters);
   std::vector<float> partials(plan.workspace.num_partial_floats, NAN);
   emulator::counters() = {};
@@ -58,7 +59,7 @@ void launch(const DecodeParams& params, const DeviceLimits& limits) {
 
 // Every number of workers on every device, with `num_seeds` orders each.
 void check(const Shape& shape, const std::vector<int>& workers,
-           const std::vector<DeviceLimits>& devices, int num_seeds) {
+           const std::vector<DeviceLimits>& devices, int num_seeds, int cluster_size = 1) {
   static uint64_t seed = 0;
   DecodeCase decode(shape, shape.seqlen_k);
   for (const DeviceLimits& limits : devices) {
@@ -67,13 +68,14 @@ void check(const Shape& shape, const std::vector<int>& workers,
       for (int i = 0; i < num_seeds; ++i, ++seed) {
         emulator::options() = {seed, 1 + static_cast<int>(seed % 5)};
         try {
-          decode.check(num_workers, [&](const DecodeParams& params) { launch(params, limits); });
+          decode.check(num_workers,
+                       [&](const DecodeParams& params) { launch(params, limits, cluster_size); });
           CHECK(i == 0 || (same_bits(o, decode.o()) && same_bits(lse, decode.lse())),
                 "bits depend on the order of execution");
         } catch (const std::runtime_error& error) {
           CHECK(false, "keys ", shape.seqlen_k, ", head_dim ", shape.head_dim, ", queries ",
-                shape.seqlen_q, " x ", shape.group_size, ", ", num_workers, " workers, seed ", seed,
-                ": ", error.what());
+                shape.seqlen_q, " x ", shape.group_size, ", ", num_workers, " workers of ",
+                cluster_size, " blocks, seed ", seed, ": ", error.what());
         }
         o = decode.o();
         lse = decode.lse();
@@ -142,6 +144,39 @@ void test_decode_edges() {
       {2, 2, 4, 1, 1157, 128, 128, kBFloat16, 0, false, 0.0f, true, kInt8},
   };
   for (const Shape& shape : shapes) check(shape, {0, 1, 3, 5, 40}, {kLarge, kSmall}, 2);
+}
+
+// Workers of several blocks: whole outputs and parts, outputs with fewer tiles than a worker has
+// blocks, without keys, several times round the ring; pages; ranges with gaps; several rows.
+void test_decode_clusters_short() {
+  for (const int cluster_size : {2, 4, 8}) {
+    check({2, 2, 4, 1, 300, 64, 64, kBFloat16, 0, false, 0.0f, true}, {1, 3}, {kLarge}, kShortSeeds,
+          cluster_size);
+    check({1, 2, 4, 1, 128 * 17 + 1, 64, 64, kBFloat16}, {1, 3}, {kLarge}, kShortSeeds,
+          cluster_size);
+    check({1, 1, 2, 6, 400, 64, 48, kBFloat16, 8, true, 2.0f, true}, {2}, {kSmall}, kShortSeeds,
+          cluster_size);
+    check({2, 2, 4, 1, 0, 64, 64, kBFloat16}, {3}, {kLarge}, 1, cluster_size);
+  }
+}
+
+// The other kinds of tiles that form clusters.
+void test_decode_clusters() {
+  for (const int cluster_size : {2, 4, 8}) {
+    for (const Shape& shape : std::vector<Shape>{
+             {1, 2, 4, 1, 700, 128, 128, kFloat16},
+             {1, 1, 16, 1, 700, 128, 104, kBFloat16, 0, false, 0.0f, true},
+             {1, 1, 12, 1, 64 * 9, 256, 256, kBFloat16},
+             {1, 2, 1, 1, 500, 64, 64, kFloat32},
+             {1, 2, 5, 1, 257 * 5, 64, 64, kBFloat16, 0, false, 0.0f, false, kInt8},
+             {1, 1, 9, 1, 65 * 7, 256, 192, kFloat16, 0, false, 0.0f, false, kFloat8},
+         }) {
+      check(shape, {1, 3}, {kLarge, kSmall}, 2, cluster_size);
+    }
+    Shape latents{2, 1, 16, 1, 450, 576, 512, kBFloat16, 0, false, 0.0f, true};
+    latents.latents = true;
+    check(latents, {1, 3}, {kLarge}, 2, cluster_size);
+  }
 }
 
 // So many blocks on one output that they are merged in two levels.
@@ -244,6 +279,23 @@ int64_t num_workers(int row_blocks, int asked = 0) {
   return cuda::plan_lean_decode(params, {132, 228 * 1024, 227 * 1024}).num_workers;
 }
 
+// Blocks of a worker, and workers, on an H100 for `num_heads` kv heads of so many keys and rows.
+std::vector<int32_t> clusters(int num_heads, int seqlen_k, int rows = 4, int columns = 128,
+                              bool has_clusters = true, int asked = 0) {
+  DecodeParams params{};
+  params.dtype = params.kv_dtype = kBFloat16;
+  params.head_dim = params.head_dim_v = columns;
+  if (columns == 576) params.head_dim_v = 512;
+  params.batch = params.seqlen_q = 1;
+  params.num_heads_kv = num_heads;
+  params.num_heads_q = num_heads * rows;
+  params.seqlen_k = seqlen_k;
+  params.num_workers = asked;
+  const Plan plan =
+      cuda::plan_lean_decode(params, {132, 228 * 1024, 227 * 1024, true, has_clusters});
+  return {plan.cluster_size, plan.num_workers};
+}
+
 // Whether the host knows the line of so many outputs of one tile: it counts it in 32 bits.
 bool is_cut_by_host(int batch, int num_heads) {
   DecodeParams params{};
@@ -278,6 +330,28 @@ void test_decode_row_blocks() {
   CHECK(num_workers(5, 131) == 131, "workers of the caller");
   CHECK(num_workers(0) == 1, "no queries");
   CHECK(is_cut_by_host(1 << 15, 1 << 10) && !is_cut_by_host(1 << 16, (1 << 16) + 1), "the line");
+}
+
+void test_decode_plans_of_clusters() {
+  using Plans = std::vector<int32_t>;
+  // Outputs that are whole in a cluster: of few keys, and where clusters take nearly all blocks.
+  CHECK(clusters(8, 1024) == (Plans{8, 8}), "1k");
+  CHECK(clusters(8, 2048) == (Plans{8, 8}), "2k");
+  CHECK(clusters(64, 65536) == (Plans{4, 64}), "as many outputs as clusters");
+  CHECK(clusters(100, 65536) == (Plans{1, 264}), "too few blocks would work");
+  CHECK(clusters(100, 512) == (Plans{2, 100}), "two blocks for each short output");
+  CHECK(clusters(30, 1024) == (Plans{1, 255}) && clusters(29, 1024) == (Plans{8, 29}),
+        "more clusters of eight than are resident");
+  // More parts than are merged at once.
+  CHECK(clusters(1, 131072) == (Plans{8, 29}), "one kv head");
+  CHECK(clusters(1, 65536, 16, 576) == (Plans{8, 29}), "latents");
+  // Neither.
+  CHECK(clusters(8, 16384) == (Plans{1, 264}), "16k");
+  CHECK(clusters(512, 65536) == (Plans{1, 264}), "more outputs than blocks");
+  CHECK(clusters(8, 0) == (Plans{1, 4}), "no keys");
+  CHECK(clusters(8, 1024, 17) == (Plans{1, 68}), "many rows");
+  CHECK(clusters(8, 1024, 4, 128, false) == (Plans{1, 68}), "a device without clusters");
+  CHECK(clusters(8, 1024, 4, 128, true, 64) == (Plans{1, 64}), "workers of the caller");
 }
 
 namespace {

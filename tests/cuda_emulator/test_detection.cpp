@@ -132,6 +132,23 @@ void load_rows(Params p) {
                     cuda::shared_address(cuda::dynamic_shared_memory()) + 128 * row + 16 * place);
 }
 
+// Blocks of a cluster that leave, read or wait as they must not.
+void wrong_cluster(Params p) {
+  const uint32_t own = cuda::shared_address(shared_floats());
+  shared_floats()[threadIdx.x] = 1.0f;
+  if (p.which == 0 && blockIdx.x == 1) return;
+  if (p.which == 4 && blockIdx.x == 1 && threadIdx.x < 32) __syncthreads();
+  cuda::barrier_cluster();
+  if (p.which == 1) cuda::mapa(own, 2);
+  if (p.which == 2) cuda::ld_shared_cluster(cuda::mapa(own + 1024, 1));
+  if (p.which == 3 && blockIdx.x == 1) return;
+  // The other block ends at some time.
+  for (int i = 0; i < 10'000 && p.which == 3; ++i) {
+    cuda::ld_shared_cluster(cuda::mapa(own, 1));
+    __syncthreads();
+  }
+}
+
 void arrive(Params p) {
   if (threadIdx.x == 0) {
     p.out[blockIdx.x] = static_cast<float>(cuda::atomic_inc_acq_rel(p.flag, gridDim.x - 1));
@@ -168,6 +185,30 @@ void test_divergence() {
                divergent, 3);
   expect_error("divergence: threads", divergent, 4);
   expect_error("a mask that leaves lanes out", divergent, 5);
+}
+
+void test_clusters() {
+  const auto expect = [](const std::string& text, int which, int blocks = 2) {
+    for (uint64_t seed = 0; seed < kSeeds; ++seed) {
+      emulator::options() = {seed, 1};
+      Memory memory(1);
+      std::string error = "no error";
+      try {
+        cuda::launch_kernel(wrong_cluster, blocks, 64, 1024, nullptr, memory.params(which), false,
+                            2);
+      } catch (const emulator::Error& found) {
+        error = found.what();
+      }
+      CHECK(error.find(text) != std::string::npos, "'", error, "' instead of '", text, "'");
+    }
+  };
+  expect("no error", 5, 6);
+  expect("deadlock: threads 0-63 wait for barrier.cluster", 0);
+  expect("the cluster has no block 2", 1);
+  expect("shared address 1024 is outside of the 1024 bytes", 2);
+  expect("the block whose memory this is has ended", 3);
+  expect("deadlock: threads", 4);
+  expect("clusters of 2 blocks, of 3", 5, 3);
 }
 
 void test_livelock() {

@@ -59,7 +59,7 @@ void store_parts_and_complete(Params p) {
       if (column == 0) sink.store_lse(row, output.lse_parts[row_of_parts]);
     }
     const OutputSink result{output.o.data(), output.lse.data(), p.head_dim};
-    cuda::complete_output<kThreads>(p.counters, states, output.workers, output.num_rows,
+    cuda::complete_output<kThreads>(p.counters, states, output.workers, part, output.num_rows,
                                     cuda::dynamic_shared_memory(), result);
   }
 }

@@ -20,14 +20,17 @@ using LaunchFunction = cudaError_t (*)(const DecodeParams&, const Plan&, const W
                                        cudaStream_t);
 
 template <typename Launch>
-void run_with(const DecodeParams& p, PlanFunction make_plan, const Launch& launch) {
+void run_with(const DecodeParams& p, PlanFunction make_plan, const Launch& launch,
+              bool forms_clusters = false) {
   cuda::check_supported(p);
   if (p.batch == 0 || p.seqlen_q == 0) return;
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const DeviceLimits limits{device.multiProcessorCount,
                             static_cast<int32_t>(device.sharedMemPerMultiprocessor),
-                            static_cast<int32_t>(device.sharedMemPerBlockOptin)};
+                            static_cast<int32_t>(device.sharedMemPerBlockOptin),
+                            /*has_early_launches=*/false,
+                            /*has_clusters=*/forms_clusters && device.major >= 9};
   const Plan plan = make_plan(p, limits);
   const cuda::LeasedWorkspace leased = cuda::workspace_of(stream, false, limits, plan.workspace);
   C10_CUDA_CHECK(launch(p, plan, leased.workspace, stream));
@@ -60,18 +63,18 @@ void run_stamped(const DecodeParams& p) {
   const at::Tensor& stamps = *stamps_of_call;
   const auto launch = [&](const DecodeParams& params, const Plan& plan, const Workspace& workspace,
                           cudaStream_t stream) {
+    const int blocks = plan.num_workers * plan.cluster_size;
     TORCH_CHECK(stamps.scalar_type() == at::kLong && stamps.is_contiguous() &&
                     stamps.sizes().slice(1) == at::IntArrayRef({kEnd + 1, 2}) &&
-                    stamps.size(0) >= plan.num_workers,
+                    stamps.size(0) >= blocks,
                 "stamped: stamps must be a contiguous int64 tensor of shape [n, ", kEnd + 1,
-                ", 2] with n >= ", plan.num_workers, ", got ", stamps.scalar_type(), " ",
-                stamps.sizes());
+                ", 2] with n >= ", blocks, ", got ", stamps.scalar_type(), " ", stamps.sizes());
     return launch_stamped(params, plan, workspace, stream,
                           static_cast<BlockStamps*>(stamps.data_ptr()));
   };
   TORCH_CHECK(p.dtype == DataType::kBFloat16 && p.kv_dtype == p.dtype,
               "stamped: exists for bfloat16 only");
-  run_with(p, cuda::plan_lean_decode, launch);
+  run_with(p, cuda::plan_lean_decode, launch, /*forms_clusters=*/true);
 }
 
 // An operator with stamps as its first argument.

@@ -13,8 +13,9 @@ cudaError_t launch_stamped(const DecodeParams& p, const Plan& plan, const Worksp
   StampedParams params{launch_params(p, plan, workspace), stamps,
                        (plan.shared_bytes + 15) / 16 * 16};
   const auto launch = [&]<typename Config>() {
-    return launch_kernel(stamped_kernel<BFloat16, Config>, plan.num_workers, Config::kThreads,
-                         params.offset + sizeof(BlockStamps), stream, params);
+    return launch_kernel(stamped_kernel<BFloat16, Config>, plan.num_workers * plan.cluster_size,
+                         Config::kThreads, params.offset + sizeof(BlockStamps), stream, params,
+                         /*early=*/false, plan.cluster_size);
   };
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
   if (head_dim > 256 && plan.row_tile == 16) {

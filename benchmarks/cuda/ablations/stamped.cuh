@@ -95,38 +95,41 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   Ring<Config> ring(params, shared);
   StampedTile<TileOf<Element, Config>> tile(stamper);
   OnlineSoftmax<Config> softmax;
+  const int worker = worker_of_block<Config>(params);
   for (; !output.done(); output.next()) {
     const OutputRows rows = output.rows();
     const OutputSink sink(params, rows);
     if (output.num_tiles() == 0 && output.owns_first()) {
       store_empty<Config>(rows, head_dim_v, sink);
     }
-    if (!output.has_tiles()) continue;
+    if (!output.worker_has_tiles()) continue;
     const int number = tile.number;
     stamper.stamp(number, kBegun);
     const auto find_contributors = [&] {
       stamper.stamp(number, kRequested);
       if (threadIdx.x == 0 && !output.is_whole()) schedule.contributors = output.contributors();
     };
-    attend(params, output, rows, number, loader, ring, tile, softmax, find_contributors);
-    stamper.stamp(number, kLooped);
-    ++tile.number;
-    const bool is_whole = output.is_whole();
     const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
-    const int64_t slot = partial_slot(blockIdx.x, output.owns_first_tile());
-    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
-                          StateSink{sink, states.sink(slot), is_whole});
-    stamper.stamp(number, kCombined);
-    if (is_whole) {
-      __syncthreads();  // before the stage is filled
-      continue;
+    const int64_t slot = partial_slot(worker, output.owns_first_tile());
+    const StateSink<OutputSink> of_worker{sink, states.sink(slot), output.is_whole()};
+    if (output.has_tiles()) {
+      attend(params, output, rows, number, loader, ring, tile, softmax, find_contributors);
+      stamper.stamp(number, kLooped);
+      ++tile.number;
+      store_state(params, tile, softmax, rows, shared, ring.free_stage(), of_worker);
+    } else {
+      find_contributors();
+      store_no_state<Config>(shared);
     }
+    const bool is_done = merge_cluster<Config>(params, rows, shared, ring.free_stage(), of_worker);
+    stamper.stamp(number, kCombined);
+    if (is_done) continue;
     // complete_output, whose levels are stamped; a third one has the stamps of the second.
     const Contributors workers = schedule.contributors;
     char* scratch = shared + Config::kScratch;
     bool above = false;
     fix_up(
-        workers, blockIdx.x - workers.first,
+        workers, worker - workers.first,
         [&](int64_t counter, int64_t expected) {
           const bool is_last = arrive(params.workspace.counters + counter, expected,
                                       reinterpret_cast<bool*>(scratch + kArrivalFlag));

@@ -227,7 +227,8 @@ __device__ void merge_step(const PartialStates& states, const Contributors& work
 //
 // A barrier orders the block's threads before and after thread 0, and its atomic orders them before
 // and after the other blocks' (PTX ISA, 8.9.5: causality order is transitive), so that plain loads
-// and stores of partial states need no fences of their own.
+// and stores of partial states need no fences of their own. A cluster's barrier does that for what
+// its other blocks have stored.
 __device__ __forceinline__ bool arrive(uint32_t* counter, int64_t expected, bool* flag) {
   const uint32_t limit = static_cast<uint32_t>(expected) - 1;
   __syncthreads();
@@ -237,15 +238,15 @@ __device__ __forceinline__ bool arrive(uint32_t* counter, int64_t expected, bool
   return *flag;
 }
 
-// Called by all threads of a block after they have stored its partial state of an output that it
-// shares: whichever block is last to arrive stores the output to `sink`. All threads must be done
-// with `scratch` before, and may use it after.
+// Called by all threads of a block after they, or the blocks of its cluster, have stored partial
+// state `part` of an output that workers share: whichever block is last to arrive stores the output
+// to `sink`. All threads must be done with `scratch` before, and may use it after.
 template <int kThreads, typename Sink>
 __device__ void complete_output(uint32_t* counters, const PartialStates& states,
-                                const Contributors& workers, int num_rows, char* scratch,
-                                const Sink& sink) {
+                                const Contributors& workers, int64_t part, int num_rows,
+                                char* scratch, const Sink& sink) {
   fix_up(
-      workers, blockIdx.x - workers.first,
+      workers, part,
       [&](int64_t counter, int64_t expected) {
         return arrive(counters + counter, expected,
                       reinterpret_cast<bool*>(scratch + kArrivalFlag));

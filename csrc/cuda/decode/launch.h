@@ -20,6 +20,8 @@ struct DeviceLimits {
   int32_t shared_bytes_per_block;  // the most that one block may ask for
   // Whether a kernel may begin while the one ahead of it ends (compute capability 9.0).
   bool has_early_launches = false;
+  // Whether blocks may form clusters: the same, and by find_ptx_version.
+  bool has_clusters = false;
 };
 
 // Scratch memory of one launch. Launches that may run at the same time need one workspace each.
@@ -33,13 +35,14 @@ struct WorkspaceSize {
 };
 
 struct Plan {
-  int32_t row_tile;       // packed rows of an output
-  int32_t tile_keys;      // keys of a tile
-  int32_t num_threads;    // threads of a block
-  int32_t blocks_per_sm;  // blocks that are resident on a multiprocessor
-  int32_t num_stages;     // stages of the ring, at least two
-  int32_t shared_bytes;   // dynamic shared memory of a block
-  int32_t num_workers;    // blocks of the grid
+  int32_t row_tile;          // packed rows of an output
+  int32_t tile_keys;         // keys of a tile
+  int32_t num_threads;       // threads of a block
+  int32_t blocks_per_sm;     // blocks that are resident on a multiprocessor
+  int32_t num_stages;        // stages of the ring, at least two
+  int32_t shared_bytes;      // dynamic shared memory of a block
+  int32_t cluster_size = 1;  // blocks of a worker: 1, 2, 4 or 8
+  int32_t num_workers;       // clusters of the grid
   bool launches_early;
   WorkspaceSize workspace;
 };
@@ -62,11 +65,16 @@ struct LaunchParams {
   Divisor key_block;   // key_layout.block
   Divisor page_size;   // slots of a page; not used without pages
   int32_t num_stages;
-  int32_t row_blocks;  // outputs of each (batch, kv head)
+  int32_t cluster_bits;  // logarithm of Plan::cluster_size
+  int32_t row_blocks;    // outputs of each (batch, kv head)
   UniformLine line;
 };
 
 Plan plan_lean_decode(const DecodeParams& params, const DeviceLimits& limits);
+
+// Ten times the compute capability that the kernels' code was written for which the current device
+// runs. It may be older than the device: the driver compiles PTX for devices that came later.
+cudaError_t find_ptx_version(int* version);
 
 // The size of a workspace that is enough for every plan on the device, unless num_workers asks for
 // more blocks than are resident.

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The decode kernel: one persistent launch. Each block takes an equal run of the line of tiles,
-// wherever it begins and ends, streams its keys and values through a ring in shared memory, and
-// leaves an output that it shares with other blocks to whichever of them arrives last.
+// The decode kernel: one persistent launch. Each worker, a block or a cluster of blocks, takes an
+// equal run of the line of tiles, wherever it begins and ends, streams its keys and values through
+// rings in shared memory, and leaves an output that it shares with others to whichever of them
+// arrives last.
 #pragma once
 
+#include "cluster.cuh"
 #include "column_groups.cuh"
 #include "combine_warps.cuh"
 #include "fixup.cuh"
@@ -113,7 +115,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
       if (has_rows) tile.value_block(s, ring.values() + first_column * sizeof(Cached), key);
     }
     ring.pop();
-    ++i;
+    i += output.tile_step();
   }
 }
 
@@ -128,8 +130,9 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
   }
 }
 
-// Grid: plan.num_workers blocks of the lean partition, one-dimensional: as many as are resident on
-// the device, or fewer where the line is short (plan.cu).
+// Grid: plan.num_workers workers of the lean partition, each plan.cluster_size neighbouring blocks,
+// one-dimensional: as many as are resident on the device, or fewer where the line is short
+// (plan.cu).
 // Block: Config::kThreads threads, whose warps are kKeyGroups x kColumnGroups x kRowGroups, the row
 // groups side by side: a warp has the kWarpRows rows of its row group, the keys of its key group of
 // every tile, and the columns of its column group of q, K, V and o.
@@ -148,7 +151,7 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 //                latents [kTileKeys][kHeadDim], which are K, and V in the first kValueColumns
 //
 // Where to read on, in the order of execution:
-//   cut_line       schedule.cuh       the block's range of the line, from the key ranges
+//   cut_line       schedule.cuh       the worker's range of the line, from the key ranges
 //   OutputCursor   output_cursor.cuh  the outputs of that range, and this block's tiles of each
 //   attend         above              the loop over tiles; of its parts
 //     Loader::fill       loader.cuh   requests tiles ahead (tile_copies.cuh: by which thread)
@@ -164,7 +167,8 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 //     OutputSink           output.cuh   the caller's tensors, for an output of this block alone
 //     PartialStates::Sink  fixup.cuh    the workspace, for an output that blocks share
 //     StateSink            fixup.cuh    one of the two
-//   complete_output  fixup.cuh        the last block to arrive merges the partial states
+//   merge_cluster  cluster.cuh        the states of a worker's blocks become one
+//   complete_output  fixup.cuh        the last worker to arrive merges the partial states
 template <typename Element, typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     lean_decode_kernel(const __grid_constant__ LaunchParams params) {
@@ -183,6 +187,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   Ring<Config> ring(params, shared);
   TileOf<Element, Config> tile;
   OnlineSoftmax<Config> softmax;
+  const int worker = worker_of_block<Config>(params);
   int number = 0;
   for (; !output.done(); output.next()) {
     const OutputRows rows = output.rows();
@@ -190,33 +195,35 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (output.num_tiles() == 0 && output.owns_first()) {
       store_empty<Config>(rows, head_dim_v, sink);
     }
-    if (!output.has_tiles()) continue;
+    if (!output.worker_has_tiles()) continue;
     // The divisions that this takes would hold up the end of the output.
     const auto find_contributors = [&] {
       if (threadIdx.x == 0 && !output.is_whole()) schedule.contributors = output.contributors();
     };
-    attend(params, output, rows, number++, loader, ring, tile, softmax, find_contributors);
-    const bool is_whole = output.is_whole();
     const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
-    const int64_t slot = partial_slot(blockIdx.x, output.owns_first_tile());
-    combine_warps<Config>(tile, softmax, rows, head_dim_v, shared, ring.free_stage(),
-                          StateSink{sink, states.sink(slot), is_whole});
-    if (is_whole) {
-      // Without this: a stage is filled while o is read from it.
-      __syncthreads();
-      continue;
+    const int64_t slot = partial_slot(worker, output.owns_first_tile());
+    const StateSink<OutputSink> of_worker{sink, states.sink(slot), output.is_whole()};
+    if (output.has_tiles()) {
+      attend(params, output, rows, number++, loader, ring, tile, softmax, find_contributors);
+      store_state(params, tile, softmax, rows, shared, ring.free_stage(), of_worker);
+    } else {
+      find_contributors();
+      store_no_state<Config>(shared);
     }
+    if (merge_cluster<Config>(params, rows, shared, ring.free_stage(), of_worker)) continue;
     const Contributors workers = schedule.contributors;
-    complete_output<Config::kThreads>(params.workspace.counters, states, workers, rows.count,
-                                      shared + Config::kScratch, sink);
+    complete_output<Config::kThreads>(params.workspace.counters, states, workers,
+                                      worker - workers.first, rows.count, shared + Config::kScratch,
+                                      sink);
   }
 }
 
 template <typename Element, int kHeadDim, typename Cached>
 cudaError_t launch_instance(const LaunchParams& params, const Plan& plan, cudaStream_t stream) {
   return with_row_tile<Element, kHeadDim, Cached>(plan.row_tile, [&]<typename Config>() {
-    return launch_kernel(lean_decode_kernel<Element, Config>, plan.num_workers, Config::kThreads,
-                         plan.shared_bytes, stream, params, plan.launches_early);
+    return launch_kernel(lean_decode_kernel<Element, Config>, plan.num_workers * plan.cluster_size,
+                         Config::kThreads, plan.shared_bytes, stream, params, plan.launches_early,
+                         plan.cluster_size);
   });
 }
 

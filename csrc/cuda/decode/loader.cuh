@@ -78,8 +78,9 @@ class Loader {
     if (next_.next()) {
       if (!paged()) {
         // Without this: the keys of the next tile are those of this one.
-        k_ += Config::kTileKeys * params_.decode.k_stride[2];
-        v_ += Config::kTileKeys * params_.decode.v_stride[2];
+        const int keys = Config::kTileKeys << cluster_bits<Config>(params_);
+        k_ += keys * params_.decode.k_stride[2];
+        v_ += keys * params_.decode.v_stride[2];
       }
     } else {
       if (next_.done()) return;

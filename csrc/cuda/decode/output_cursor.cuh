@@ -7,7 +7,8 @@
 
 namespace tree_attention::cuda {
 
-// Walks the outputs of a block's range.
+// Walks the outputs of a worker's range. Of each the blocks of the worker's cluster take the tiles
+// in turn.
 template <typename Config>
 class OutputCursor {
  public:
@@ -39,18 +40,26 @@ class OutputCursor {
 
   __device__ int first_key(int tile) const { return keys_.begin + tile * Config::kTileKeys; }
 
-  // The tiles of this output that the block computes: [tile_begin, tile_end).
-  __device__ int tile_begin() const { return tile_at(0); }
+  // The tiles of this output that the block computes: every tile_step() from tile_begin() on, below
+  // tile_end().
+  __device__ int tile_begin() const {
+    const int begin = worker_tile_begin();
+    return begin + (((rank_in_cluster<Config>(params_) - begin) & (tile_step() - 1)));
+  }
   __device__ int tile_end() const { return tile_at(range_.length); }
-  __device__ bool has_tiles() const { return tile_begin() != tile_end(); }
-  __device__ bool is_whole() const { return tile_end() - tile_begin() == num_tiles(); }
+  __device__ int tile_step() const { return cluster_size<Config>(params_); }
+  __device__ bool has_tiles() const { return tile_begin() < tile_end(); }
 
-  // Whether the block owns the output's first position: it writes an output without keys.
+  // Whether the worker computes tiles of this output, and whether all of them.
+  __device__ bool worker_has_tiles() const { return worker_tile_begin() != tile_end(); }
+  __device__ bool is_whole() const { return tile_end() - worker_tile_begin() == num_tiles(); }
+
+  // Whether the worker owns the output's first position: it writes an output without keys.
   __device__ bool owns_first() const { return position_ >= 0; }
   // Whether it computes the output's first tile, if it computes any.
   __device__ bool owns_first_tile() const { return position_ >= -kOverheadTiles; }
 
-  // The blocks that compute tiles of this output, which has some.
+  // The workers that compute tiles of this output, which has some.
   __device__ Contributors contributors() const {
     const int64_t begin = range_.begin + position_ + kOverheadTiles;
     const int64_t first = owner_of(range_.partition, begin);
@@ -65,6 +74,8 @@ class OutputCursor {
     keys_ =
         entry < range_.num_keys ? range_.keys[entry] : Units<Config>(params_).keys_by_call(unit_);
   }
+
+  __device__ int worker_tile_begin() const { return tile_at(0); }
 
   __device__ int tile_at(int position) const {
     return tiles_below(position, position_, kOverheadTiles, num_tiles());
@@ -88,7 +99,8 @@ class TileCursor {
 
   // Returns whether the next tile is of the same output.
   __device__ bool next() {
-    if (++tile_ < tile_end_) return true;
+    tile_ += output_.tile_step();
+    if (tile_ < tile_end_) return true;
     // The first output may be the one where the cursor begins.
     for (bool leaves = has_begun(); leaves || (!output_.done() && !output_.has_tiles());
          leaves = false) {

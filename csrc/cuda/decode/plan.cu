@@ -2,7 +2,9 @@
 //
 // What the host decides of a launch.
 #include <algorithm>
+#include <bit>
 
+#include "cluster.cuh"
 #include "common/fixup.h"
 #include "instances.cuh"
 #include "launch.h"
@@ -77,6 +79,45 @@ int64_t most_in_two_levels(const DecodeParams& p) {
   return std::max<int64_t>(1, num_outputs<Config>(p)) * parts;
 }
 
+// Those of so many resident blocks that clusters of eight take at least. A cluster lies within one
+// of the device's processing clusters, of which a Hopper's have 16 or 18 multiprocessors.
+int64_t in_eights(int64_t resident) { return resident - resident / 9; }
+
+// An output may be left whole to one cluster, though that uses fewer blocks, where each of them has
+// so few tiles.
+constexpr int64_t kMostWholeTiles = 4;
+
+// Workers, and the blocks of each, where `blocks` have work and `resident` are resident. Clusters
+// are for outputs that one of them has alone, so that no part of them goes through global memory,
+// and for outputs of more parts than are merged at once. In between they would cost as much as they
+// save (benchmarks/cuda/predict.py).
+template <typename Config>
+void plan_workers(Plan& plan, const DecodeParams& p, const DeviceLimits& limits, int64_t blocks,
+                  int64_t resident) {
+  plan.cluster_size = 1;
+  plan.num_workers = static_cast<int32_t>(blocks);
+  const int64_t outputs = num_outputs<Config>(p);
+  // A caller's workers are single blocks.
+  if (!limits.has_clusters || !kFormsClusters<Config> || p.num_workers > 0 || outputs == 0) return;
+  const int64_t of_output = blocks / outputs;
+  if (of_output < 2) return;
+  constexpr int32_t kMost = 1 << kMaxClusterBits;
+  if (of_output > max_merged_parts(std::min<int64_t>(num_rows(p), Config::kRows))) {
+    plan.cluster_size = kMost;
+    plan.num_workers = static_cast<int32_t>(std::min(blocks, in_eights(resident)) / kMost);
+    return;
+  }
+  const auto size = static_cast<int32_t>(std::bit_floor(static_cast<uint64_t>(of_output)));
+  const int32_t cluster_size = std::min(kMost, size);
+  const int64_t tiles = (p.seqlen_k + Config::kTileKeys - 1) / Config::kTileKeys;
+  const bool is_short = (tiles + cluster_size - 1) / cluster_size <= kMostWholeTiles;
+  const int64_t used = cluster_size * outputs;
+  if (cluster_size == kMost && used > in_eights(resident)) return;
+  if (8 * used < 7 * blocks && !is_short) return;
+  plan.cluster_size = cluster_size;
+  plan.num_workers = static_cast<int32_t>(outputs);
+}
+
 // Only axes of one element have strides that are no multiples of a copy (checks.cpp). Copies of
 // rows that do not exist form addresses with them, which have to be aligned.
 void drop_unaligned(int64_t (&strides)[3], int element_size) {
@@ -107,7 +148,8 @@ Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
                 p.num_workers > 0 ? p.num_workers
                                   : std::min(most_in_two_levels<Config>(p),
                                              in_step(resident, num_row_blocks(p, Config::kRows)));
-            plan.num_workers = static_cast<int32_t>(std::min(workers, max_workers<Config>(p)));
+            plan_workers<Config>(plan, p, limits, std::min(workers, max_workers<Config>(p)),
+                                 resident);
             plan.workspace = workspace_size<Config>(plan.num_workers);
             return plan;
           });
@@ -175,6 +217,7 @@ LaunchParams launch_params(const DecodeParams& p, const Plan& plan, const Worksp
   params.key_block = Divisor::of(std::min<int64_t>(p.key_layout.block, INT32_MAX));
   params.page_size = Divisor::of(p.page_table == nullptr ? 1 : p.page_size);
   params.num_stages = plan.num_stages;
+  params.cluster_bits = std::countr_zero(static_cast<uint32_t>(plan.cluster_size));
   params.row_blocks = static_cast<int32_t>(num_row_blocks(p, plan.row_tile));
   params.line = uniform_line(p, plan);
   return params;

@@ -22,8 +22,8 @@ constexpr int kOverheadTiles = 1;
 // Fewer tiles per block cost more in partial states than more blocks gain.
 constexpr int kMinWorkerTiles = 2;
 
-// What a block knows of its range of the line. It is kept in shared memory, because it is read only
-// once per output.
+// What a block knows of its worker's range of the line. It is kept in shared memory, because it is
+// read only once per output.
 struct BlockRange {
   static constexpr int kMaxKeys = 32;
 
@@ -43,6 +43,29 @@ struct ScheduleMemory {
   Contributors contributors;  // of the current output, where blocks share it
   int32_t warp_sums[Config::kWarps];
 };
+
+// A worker is a cluster of neighbouring blocks (cluster.cuh), or one block.
+// With more rows the latency of a merge, which clusters save, is little.
+constexpr int kMaxClusterBits = 3;  // eight blocks are the most that every device takes
+template <typename Config>
+constexpr bool kFormsClusters = kHasClusters && Config::kRows <= 16;
+
+template <typename Config>
+__device__ __forceinline__ int cluster_bits(const LaunchParams& params) {
+  return kFormsClusters<Config> ? params.cluster_bits : 0;
+}
+template <typename Config>
+__device__ __forceinline__ int cluster_size(const LaunchParams& params) {
+  return 1 << cluster_bits<Config>(params);
+}
+template <typename Config>
+__device__ __forceinline__ int worker_of_block(const LaunchParams& params) {
+  return blockIdx.x >> cluster_bits<Config>(params);
+}
+template <typename Config>
+__device__ __forceinline__ int rank_in_cluster(const LaunchParams& params) {
+  return blockIdx.x & (cluster_size<Config>(params) - 1);
+}
 
 struct Sums {
   int inclusive;  // over the threads up to this one
@@ -110,35 +133,37 @@ struct Cut {
   }
 };
 
-// This block's range where the host knows the line. Nothing is divided.
-__device__ __forceinline__ Cut cut_uniform_line(const UniformLine& line, int64_t num_outputs) {
+// The range of a worker where the host knows the line. Nothing is divided.
+__device__ __forceinline__ Cut cut_uniform_line(const UniformLine& line, int worker,
+                                                int64_t num_outputs) {
   const auto begin_of = [&](uint32_t worker) {
     return worker * line.quotient + line.workers.quotient(worker * line.remainder);
   };
-  const uint32_t begin = begin_of(blockIdx.x), output = line.output.quotient(begin);
+  const uint32_t begin = begin_of(worker), output = line.output.quotient(begin);
   const uint32_t unit = line.heads.quotient(output);
   return {{num_outputs * line.output_length, line.workers.divisor},
           begin,
-          begin_of(blockIdx.x + 1),
+          begin_of(worker + 1),
           static_cast<int>(unit),
           static_cast<int>(output - unit * line.heads.divisor),
           static_cast<int>(output * line.output_length - begin)};
 }
 
-// Cuts the line into equal ranges and writes this block's to `memory`; returns whether there is one
-// for it. To be called by all threads.
+// Cuts the line into equal ranges and writes that of this block's worker to `memory`; returns
+// whether there is one for it. To be called by all threads.
 template <typename Config>
 __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& memory) {
   const DecodeParams& p = params.decode;
   BlockRange& range = memory.range;
   const Units<Config> units(params);
   const int num_units = units.count();
+  const int worker = worker_of_block<Config>(params);
 
   // With more rows the first request is a smaller part of the time, and registers are scarcer.
   if constexpr (Config::kRows <= 16) {
     if (params.line.output_length > 0) {
-      if (blockIdx.x >= params.line.workers.divisor) return false;
-      const Cut cut = cut_uniform_line(params.line, int64_t{num_units} * p.num_heads_kv);
+      if (worker >= static_cast<int>(params.line.workers.divisor)) return false;
+      const Cut cut = cut_uniform_line(params.line, worker, int64_t{num_units} * p.num_heads_kv);
       if (threadIdx.x < BlockRange::kMaxKeys) {
         range.keys[threadIdx.x] = {0, static_cast<int>(p.seqlen_k), false};
       }
@@ -164,11 +189,12 @@ __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& mem
   const Sums sums = sum_over_threads<Config::kThreads>(thread_length, memory.warp_sums);
 
   const int64_t heads = p.num_heads_kv;
-  const Partition partition = partition_of_line(heads * sums.total, p.num_workers, gridDim.x);
-  if (blockIdx.x >= partition.num_workers) return false;
+  const Partition partition = partition_of_line(heads * sums.total, p.num_workers,
+                                                gridDim.x >> cluster_bits<Config>(params));
+  if (worker >= partition.num_workers) return false;
 
   // Divisions take long: two lanes make one each.
-  const int64_t cut = partition.begin(blockIdx.x + threadIdx.x % 2);
+  const int64_t cut = partition.begin(worker + threadIdx.x % 2);
   const int64_t begin = __shfl_sync(0xffffffff, cut, 0), end = __shfl_sync(0xffffffff, cut, 1);
   if (heads * (sums.inclusive - thread_length) <= begin && begin < heads * sums.inclusive) {
     int unit = thread_end - 1;
