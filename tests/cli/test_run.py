@@ -197,6 +197,29 @@ def test_signals_go_on_to_the_ranks(program: Path, number: signal.Signals) -> No
         assert launcher.wait(AMPLE_SECONDS) == 128 + number
 
 
+def test_a_launcher_that_was_stopped_goes_on(program: Path) -> None:
+    """As by Ctrl-Z and fg: a wait that lasted longer than it should have has brought no signal."""
+    with subprocess.Popen(
+        command("-n", 1, program, "wait"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        assert launcher.stdout.readline() == "ready\n"
+        for _ in range(2):
+            time.sleep(0.2)  # it waits
+            launcher.send_signal(signal.SIGSTOP)
+            time.sleep(1)
+            launcher.send_signal(signal.SIGCONT)
+        time.sleep(0.2)
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGTERM)
+        assert (launcher.stdout.read(), launcher.stderr.read()) == ("", "")
+        assert launcher.wait(AMPLE_SECONDS) == 128 + signal.SIGTERM
+
+
 def test_ranks_end_with_a_launcher_that_is_killed(program: Path) -> None:
     with subprocess.Popen(
         command("-n", 2, program, "wait"), env=environment(), stdout=subprocess.PIPE, text=True

@@ -25,6 +25,7 @@ _MAX_THREADS = 1 << 16
 # Ctrl-C, as they may be saving something, and after they were told to end.
 _FAILED_SECONDS, _INTERRUPTED_SECONDS, _TOLD_SECONDS = 1.0, 10.0, 5.0
 _NEVER = float("inf")
+_ENDING = {*rank_program.SIGNALS} - {signal.SIGCHLD}
 
 
 def main(arguments: list[str]) -> int:
@@ -217,10 +218,13 @@ def _watch(ranks: Sequence[Rank]) -> signal.Signals | None:
             deadline, next_signal = now + _TOLD_SECONDS, signal.SIGKILL
         if deadline == _NEVER and any(rank.has_failed for rank in ranks):
             deadline = now + _FAILED_SECONDS
-        # SIGCHLD ends the wait early.
-        got = signal.sigtimedwait(rank_program.SIGNALS, min(0.5, max(0.0, deadline - now)))
-        if got is None or got.si_signo == signal.SIGCHLD:
+        # SIGCHLD ends the wait early. What it returns is not looked at: after a stop (Ctrl-Z, fg)
+        # that lasted longer than the wait, it is what happened to be in memory.
+        signal.sigtimedwait((signal.SIGCHLD,), min(0.1, max(0.0, deadline - now)))
+        asked = signal.sigpending() & _ENDING
+        if not asked:
             continue
+        got = signal.sigwaitinfo(asked)
         number = signal.Signals(got.si_signo)
         if ended_by is not None:  # somebody does not want to wait
             _send(ranks, signal.SIGKILL)
