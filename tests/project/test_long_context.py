@@ -2,13 +2,16 @@
 """examples/long_context.py: one process has no room and two have, and a wrong result fails it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from examples.long_context import MEASURED, ONE, WIDE, Demo, Row, speed
 from ranks_of_commands import started
+from tree_attention.cli.world import World
 
 pytestmark = pytest.mark.deep
 
@@ -50,8 +53,40 @@ def test_one_process_has_no_room_and_two_are_right() -> None:
         "All hosts have the same logits, bit for bit",
     ):
         assert sentence in done.stdout
-    last = done.stdout.splitlines()[-1]
-    assert last.startswith(("2 hosts are ", "Other programs used ")), last
+    footnote = r"one process with all 2 threads takes [\d.]+ ms \([\d.]+ to [\d.]+\)\."
+    assert re.search(footnote, done.stdout)
+    *_, speed, last = done.stdout.splitlines()
+    assert speed.startswith(("2 hosts are ", "2 hosts had no more", "Other programs used ")), speed
+    assert last == "2 hosts decode what one has no room for, with 1/2 of the cache each."
+
+
+@pytest.mark.parametrize(
+    ("others", "seconds", "says"),
+    [
+        (0.0, 1.0, r"2 hosts are 2\.00 times as fast as one \(2\.00 to 4\.00, token by token\)\. "),
+        (0.0, 9.0, r"2 hosts had no more speed than one on this machine\. Here they read one "),
+        (9.0, 1.0, r"Other programs used 9\.0 of this machine's \d+ processors, so that 2 "),
+    ],
+)
+def test_no_verdict_is_below_one(others: float, seconds: float, says: str) -> None:
+    demo = object.__new__(Demo)
+    demo.world, demo.threads, demo.others = World(0, 2), 1, others
+    demo.together = "ours, 2 hosts"
+    rows = {ONE: [2.0, 2.0, 4.0], WIDE: [1.0] * 3, demo.together: [seconds] * 3}
+    demo.rows = {name: Row(0, seconds=times) for name, times in rows.items()}
+    assert re.match(says, speed(demo))
+    assert not re.search(r"\b0\.\d", speed(demo))
+
+
+def test_what_was_measured_is_in_the_results() -> None:
+    page = (ROOT / "benchmarks/results/scaling.md").read_text()
+    ms = {
+        name.strip(): float(row.split("|")[3])
+        for name, row in re.findall(r"^\| bare/\d \| (.*?) (\|.*)", page, re.MULTILINE)
+    }
+    one = ms["1 process, 1 thread"]
+    split = [one / ms[f"weights split, tensor_parallel_size {size}"] for size in (1, 2)]
+    assert "{:.2f} times as fast, {:.2f} with split heads".format(*split) in MEASURED
 
 
 ONE_WRONG_RANK = f"""
