@@ -17,7 +17,7 @@ not run again. Nothing is fetched or installed. OUT gets, as each stage ends,
 
 Exit status 0: every stage passed. Environment: PYTHON (else .venv/bin/python, else python3),
 TORCH_CUDA_ARCH_LIST (else the GPU's), CALL_SECONDS, EXTENSION (a library that was built for this
-Python, torch and GPU: it is built only where that one cannot be imported), PEERS (libraries for
+Python, torch and GPU: it is built only where that one cannot be loaded), PEERS (libraries for
 `benchmarks/decode.py --peers`, with spaces between).
 """
 
@@ -47,6 +47,8 @@ ROOT = Path(__file__).resolve().parents[1]
 GRACE = 4
 LAST = 45  # seconds between a stage's budget and its end, for what it has begun by then
 CANNOT_RUN = 77  # exit status of a program that lacks a tool or a device
+# Importing the package alone loads no extension.
+HAS_CUDA = "from tree_attention import _loader; assert _loader.load().build_info()['cuda_version']"
 
 
 @dataclass
@@ -163,9 +165,9 @@ class Run:
         if not path.is_file():
             return None
         shutil.copyfile(path, ROOT / "python/tree_attention" / path.name)
-        imported = self.ask(self.python, "-c", "import tree_attention")
-        (self.logs / "extension.log").write_text(imported.stdout + imported.stderr)
-        if imported.returncode == 0:
+        loaded = self.ask(self.python, "-c", HAS_CUDA)
+        (self.logs / "given_extension.log").write_text(loaded.stdout + loaded.stderr)
+        if loaded.returncode == 0:
             return path.name
         (ROOT / "python/tree_attention" / path.name).unlink()
         return None

@@ -5,6 +5,7 @@ import ast
 import json
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tree_attention import _loader
 
 pytestmark = pytest.mark.deep
 ROOT = Path(__file__).parents[2]
@@ -90,6 +93,29 @@ def test_the_time_of_a_call_ends_it(tmp_path: Path) -> None:
     results = {x["result"] for x in json.loads((tmp_path / "check.json").read_text())["stages"]}
     assert done.returncode == 1 and "passed" not in results
     assert {"not run: no time is left", "not run: needs a GPU"} <= results
+
+
+def test_a_given_extension_has_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be taken for the build, and no stage would have kernels."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import gpu_check
+
+    built = Path(_loader.load().__file__ or "")
+    package = tmp_path / "python/tree_attention"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "python/tree_attention", package, ignore=ignored)
+    (tmp_path / "given").mkdir()
+    given = tmp_path / "given" / built.name
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("EXTENSION", str(given))
+    run = gpu_check.Run(tmp_path / "out", tmp_path / "scratch", {})
+    given.write_bytes(built.read_bytes()[:1000])
+    assert run.use_extension() is None and not (package / built.name).exists()
+    assert "the extension" in (run.logs / "given_extension.log").read_text()
+    shutil.copyfile(built, given)
+    has_cuda = _loader.load().build_info()["cuda_version"] is not None
+    assert run.use_extension() == (built.name if has_cuda else None)
 
 
 def gpu_tests_by_file() -> dict[str, list[ast.FunctionDef]]:
