@@ -39,6 +39,7 @@ from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.auto_shares import measured_group, shape_in
 
 LAYERS, WARM_UP = 4, 2
+EACH_ALONE = "each alone"  # at the same time, with the whole model and cache
 CPU = torch.device("cpu")
 LEAST_SLEEP = 2e-4  # seconds: a shorter one is not much shorter
 
@@ -51,6 +52,10 @@ class Case:
     shares: str
 
     @property
+    def is_each_alone(self) -> bool:
+        return self.shares == EACH_ALONE
+
+    @property
     def name(self) -> str:
         return f"{' + '.join(f'{x} %' for x in self.hosts)}, {self.shares}"
 
@@ -59,11 +64,13 @@ def cases(slow: int) -> list[Case]:
     return [
         Case((100,), "alone"),
         Case((slow,), "alone"),
+        Case((100, slow), EACH_ALONE),
         Case((100, slow), "even"),
         Case((100, slow), "3,1"),
         Case((100, slow), "auto"),
         Case((100, 10), "even"),
         Case((100, 10), "auto"),
+        Case((100, 100), EACH_ALONE),
         Case((100, 100), "even"),
         Case((100, 100), "auto"),
     ]
@@ -109,7 +116,8 @@ def run_case(case: Case, context: int, tokens: int) -> list[dict[str, Any]]:
                 "core": cores[rank % len(cores)],
                 "shares": case.shares,
                 "context": context,
-                "tokens": tokens,
+                # Ranks that do not wait for each other are to be busy for equally long.
+                "tokens": tokens * percent // min(case.hosts) if case.is_each_alone else tokens,
                 "out": f"{folder}/{rank}",
                 "store": f"{folder}/store",
             }
@@ -131,8 +139,11 @@ def run_rank(given: dict[str, Any]) -> None:
     model, context = make_model(LAYERS), given["context"]
     result: dict[str, Any] = {"tokens": [], "seconds": [], "taken": given["shares"]}
     group: Any = None
-    shares: Any = {"even": None, "alone": None, "3,1": [3, 1]}.get(given["shares"])
-    if size > 1:
+    shares: Any = {"3,1": [3, 1]}.get(given["shares"])
+    if given["shares"] == EACH_ALONE:
+        group = [dist.new_group([r]) for r in range(size)][rank]
+        dist.barrier()
+    elif size > 1:
         with speed_of(given["percent"]):
             planned = measured_group(
                 "unequal",
@@ -179,7 +190,12 @@ def measure(chosen: Sequence[Case], context: int, tokens: int) -> list[dict[str,
         with Load() as load:
             ranks = run_case(case, context, tokens)
         taking_part = [rank for rank in ranks if rank["seconds"]]
-        times = [max(x) for x in zip(*(rank["seconds"][WARM_UP:] for rank in taking_part))]  # noqa: B905
+        each = [rank["seconds"][WARM_UP:] for rank in taking_part]
+        times = [max(x) for x in zip(*each)]  # noqa: B905
+        if case.is_each_alone:
+            times = [1 / sum(1 / statistics.median(x) for x in each)]
+        tokens_of_all = [rank["tokens"] for rank in taking_part]
+        known = min(map(len, tokens_of_all))
         rows.append(
             {
                 "name": case.name,
@@ -188,7 +204,7 @@ def measure(chosen: Sequence[Case], context: int, tokens: int) -> list[dict[str,
                 "seconds": statistics.median(times),
                 "planned": ranks[0].get("planned"),
                 "tokens": taking_part[0]["tokens"],
-                "wrong": any(x["tokens"] != taking_part[0]["tokens"] for x in taking_part),
+                "wrong": any(x[:known] != tokens_of_all[0][:known] for x in tokens_of_all),
                 "other_load": load.others,
                 "token": {
                     name: 1e6 * value
@@ -215,20 +231,27 @@ NOTES = (
     "of the sum of speeds: tokens per second divided by those of the ranks alone, added up. of the "
     "fastest alone: tokens per second divided by those of the host of 100 %. auto leaves a rank "
     "out if a token takes less time without it.",
-    "Both ranks share this machine's memory and last cache, as two hosts do not: what two hosts of "
-    "100 % reach is the ceiling here.",
+    "Both ranks share this machine's memory and last cache, as two hosts do not. each alone shows "
+    "what that costs: both hosts run the whole model at the same time, each for itself, and ms per "
+    "token is what both together need for one token. of both at once divides tokens per second by "
+    "theirs: what this machine's memory allows, with nothing split and nothing exchanged.",
     "right: all ranks that took part chose the same tokens.",
 )
 
 
 def report_of(rows: list[dict[str, Any]], context: int) -> Report:
     alone = {row["hosts"][0]: row["seconds"] for row in rows if len(row["hosts"]) == 1}
+    at_once = {tuple(row["hosts"]): row["seconds"] for row in rows if row["taken"] == EACH_ALONE}
 
     def of_sum(row: dict[str, Any]) -> str:
         known = [alone.get(host) for host in row["hosts"]]
         if None in known:
             return "-"
         return f"{1 / row['seconds'] / sum(1 / x for x in known if x):.2f}"
+
+    def of_both(row: dict[str, Any]) -> str:
+        known = at_once.get(tuple(row["hosts"]))
+        return "-" if known is None else f"{known / row['seconds']:.2f}"
 
     def of_fastest(row: dict[str, Any]) -> str:
         return f"{alone[100] / row['seconds']:.2f}" if 100 in alone else "-"
@@ -250,6 +273,7 @@ def report_of(rows: list[dict[str, Any]], context: int) -> Report:
                 ),
                 "planned ms": lambda row: f"{1e3 * row['planned']:.0f}" if row["planned"] else "-",
                 "of the sum of speeds": of_sum,
+                "of both at once": of_both,
                 "of the fastest alone": of_fastest,
                 "other load": lambda row: (
                     "-" if row["other_load"] is None else f"{row['other_load']:.0%}"

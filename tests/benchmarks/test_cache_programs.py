@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The programs about caches measure what they say, on small models."""
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -103,14 +104,19 @@ def test_wrong_latent_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_unequal_hosts_are_compared_with_the_sum_of_their_speeds() -> None:
     chosen = unequal.cases(slow=33)
     assert {case.hosts for case in chosen} == {(100,), (33,), (100, 33), (100, 10), (100, 100)}
-    times = {"100 %, alone": 0.1, "33 %, alone": 0.3, "100 % + 33 %, 3,1": 0.1}
+    times = {
+        "100 %, alone": 0.1,
+        "33 %, alone": 0.3,
+        "100 % + 33 %, each alone": 0.08,
+        "100 % + 33 %, 3,1": 0.1,
+    }
     rows = [
         {
             "name": case.name,
             "hosts": case.hosts,
             "taken": case.shares,
             "seconds": times[case.name],
-            "planned": 0.08 if len(case.hosts) > 1 else None,
+            "planned": 0.08 if case.shares == "3,1" else None,
             "other_load": None,
             "token": dict.fromkeys(("p10_us", "median_us", "p90_us"), 1e6 * times[case.name]),
             "wrong": False,
@@ -119,10 +125,27 @@ def test_unequal_hosts_are_compared_with_the_sum_of_their_speeds() -> None:
         if case.name in times
     ]
     columns = {x.heading: x.values for x in unequal.report_of(rows, 65536).columns}
-    assert columns["of the sum of speeds"] == ["1.00", "1.00", "0.75"]
-    assert columns["of the fastest alone"] == ["1.00", "0.33", "1.00"]
-    assert columns["planned ms"] == ["-", "-", "80"]
-    assert columns["ms per token"] == ["100", "300", "100"]
+    assert columns["of the sum of speeds"] == ["1.00", "1.00", "0.94", "0.75"]
+    assert columns["of both at once"] == ["-", "-", "1.00", "0.80"]
+    assert columns["of the fastest alone"] == ["1.00", "0.33", "1.25", "1.00"]
+    assert columns["planned ms"] == ["-", "-", "-", "80"]
+    assert columns["ms per token"] == ["100", "300", "80", "100"]
+
+
+def test_hosts_of_which_each_is_alone_are_busy_for_equally_long(tmp_path: Path) -> None:
+    case = unequal.Case((100, 25), unequal.EACH_ALONE)
+
+    def measured(command: list[str], env: dict[str, str]) -> mock.Mock:
+        given = json.loads(command[-1])
+        seconds = [9.0] * unequal.WARM_UP + [0.1 * 100 / given["percent"]] * given["tokens"]
+        result = {"tokens": [7] * len(seconds), "seconds": seconds, "taken": given["shares"]}
+        Path(given["out"]).write_text(json.dumps(result))
+        return mock.Mock(wait=lambda: 0)
+
+    with mock.patch.object(unequal.subprocess, "Popen", measured):
+        [row] = unequal.measure([case], 1024, 3)
+    assert row["seconds"] == pytest.approx(1 / (1 / 0.1 + 1 / 0.4)) and not row["wrong"]
+    assert len(row["tokens"]) == unequal.WARM_UP + 12
 
 
 def test_operators_of_a_slow_host_take_longer() -> None:
