@@ -9,8 +9,10 @@ from tree_attention.exchange.auto.choose import Measured
 
 
 def hosts(*gigabytes: float, memory: float = 64e9) -> tuple[MeasuredHost, ...]:
-    """Hosts that read so many GB/s, and multiply in proportion."""
-    return tuple(MeasuredHost(f"h{x:g}", x * 1e9, x * 1e11, memory) for x in gigabytes)
+    """Hosts that read so many GB/s, multiply in proportion, and lose no time in layers."""
+    return tuple(
+        MeasuredHost(f"h{x:g}", x * 1e9, x * 1e9, x * 1e11, memory, layer=0.0) for x in gigabytes
+    )
 
 
 def costs_of(

@@ -24,7 +24,10 @@ from tree_attention.exchange.strategies import STRATEGIES
 from tree_attention.exchange.transport.buffers import StateLayout
 
 CPU = torch.device("cpu")
-HOSTS = MeasuredHost("a", 6e10, 2e12, 64e9), MeasuredHost("b", 2e10, 1e12, 32e9)
+HOSTS = (
+    MeasuredHost("a", 6e10, 5e10, 2e12, 64e9, 2e-4),
+    MeasuredHost("b", 2e10, 1e10, 1e12, 32e9, 9e-4),
+)
 
 
 def calibrate_ranks(rank: int, world_size: int, out: str) -> str:
@@ -68,8 +71,10 @@ def test_choice_of_auto_has_a_star() -> None:
 
 def test_unequal_hosts_are_named() -> None:
     assert calibration.of_hosts(HOSTS) == [
-        "rank 0 (a): reads 60 GB/s, 2 TFLOP/s, 64 GB free",
-        "rank 1 (b): reads 20 GB/s, 1 TFLOP/s, 32 GB free",
+        "rank 0 (a): reads 60 GB/s of keys and 50 of weights, 2 TFLOP/s, 0.2 ms a layer, "
+        "64 GB free",
+        "rank 1 (b): reads 20 GB/s of keys and 10 of weights, 1 TFLOP/s, 0.9 ms a layer, "
+        "32 GB free",
         "rank 1 reads at 33% of the speed of rank 0: with equal parts the others wait for it; see "
         "--shares of generate and plan",
     ]

@@ -182,8 +182,12 @@ def test_a_damaged_or_missing_table_of_hosts(
 ) -> None:
     path = Path(measured(tmp_path, 60, 20))
     for old, new, says in (
-        ('"read": 60', '"read": -60', "machines must each have a host, and read, flop, memory"),
-        ('"format": 4', '"format": 5', "it was written by another version; write a new one"),
+        (
+            '"read": 60',
+            '"read": -60',
+            "machines must each have a host, read, weights, flop, memory",
+        ),
+        ('"format": 5', '"format": 6', "it was written by another version; write a new one"),
         ("{", "[", ""),
         (None, None, "No such file or directory; write a new one with"),
     ):

@@ -175,13 +175,16 @@ def test_file_of_a_table(tmp_path: Path) -> None:
     assert CostTable.load(path) == table and CostTable.load(path).digest == table.digest
     content = json.loads(path.read_text())
     assert content["host"] == "here" and len(path.read_text().splitlines()) == 3
-    hosts = tuple(MeasuredHost("here", 6e10, 2e12, 64e9 / (i + 1)) for i in range(3))
+    hosts = tuple(MeasuredHost("here", 6e10, 5e10, 2e12, 64e9, i * 1e-3) for i in range(3))
     replace(table, machines=hosts).save(path, {})
     assert CostTable.load(path).machines == hosts and CostTable.load(path).digest != table.digest
-    path.write_text(json.dumps(content | {"format": 3}))  # of releases that measured no hosts
-    assert CostTable.load(path) == table
+    # Of releases that measured no hosts, or of these no layers.
+    rates = {"host": "here", "read": 6e10, "flop": 2e12, "memory": 64e9}
+    for old in ({"format": 3}, {"format": 4, "machines": 3 * [rates]}):
+        path.write_text(json.dumps(content | old))
+        assert CostTable.load(path) == table
     row = {"strategy": "all_gather", "num_bytes": 1, "seconds": 1.0}
-    host = {"host": "here", "read": 6e10, "flop": 2e12, "memory": 64e9}
+    host = rates | {"weights": 5e10, "layer": 1e-3}
     for change, says in (
         ({"format": 2}, "it was written by another version"),
         ({"backend": None}, "backend must be a string, got None"),
@@ -189,11 +192,15 @@ def test_file_of_a_table(tmp_path: Path) -> None:
         ({"nodes": [0, "1"]}, r"nodes must be a list of integers, got \[0, '1'\]"),
         ({"machines": None}, "machines must be a list of none or 3, got None"),
         ({"machines": [host]}, "machines must be a list of none or 3, got"),
-        ({"machines": [3, 3, 3]}, "machines must each have a host, and read, flop, memory of 1 to"),
+        ({"machines": [3, 3, 3]}, "machines must each have a host, read, weights, flop, memory of"),
         *(
-            ({"machines": 3 * [host | {name: value}]}, "read, flop, memory of 1 to 1e.18, got")
-            for name in ("read", "flop", "memory", "host")
+            ({"machines": 3 * [host | {name: value}]}, "memory of 1 to 1e.18, and layer, seconds")
+            for name in ("read", "weights", "flop", "memory", "host")
             for value in (0.0, -1, math.inf, math.nan, None, True, 10**400)
+        ),
+        *(
+            ({"machines": 3 * [host | {"layer": value}]}, "layer, seconds of 0 to 10,000,000, got")
+            for value in (-1e-9, math.inf, math.nan, None, True, "0", 10**400)
         ),
         ({"exchanges": None}, "exchanges must be a list, got None"),
         ({"exchanges": [3]}, "seconds of 1e-09 to 10,000,000, got 3"),

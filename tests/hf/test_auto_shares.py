@@ -141,6 +141,7 @@ def test_measured_hosts_are_the_same_on_all_ranks(rank: int, world_size: int) ->
     comm = get_communicator()
     found, link = measuring.measure_all("measure", comm, CPU, 60.0)
     assert all(x.read > 1e7 and x.flop > 1e7 and x.memory > 1e6 and x.host for x in found)
+    assert all(x.weights > 1e7 and 0 <= x.layer < 60 for x in found)
     assert link.bandwidth > 1e5 and 0 <= link.round_seconds < 10
     everywhere: list[object] = [None] * world_size
     dist.all_gather_object(everywhere, (found, link))

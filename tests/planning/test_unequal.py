@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from tree_attention.exchange import MeasuredHost
 from tree_attention.planning.arithmetic import (
     FORMS,
     PROMPTS,
@@ -16,6 +17,7 @@ from tree_attention.planning.arithmetic import (
     Work,
 )
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts, Machine
+from tree_attention.planning.measuring import as_machine
 from tree_attention.planning.models import NAMED
 from tree_attention.planning.unequal import Group, by_speed
 
@@ -92,6 +94,48 @@ def test_time_without_each_rank() -> None:
     tight = replace(found, machines=(*found.machines[:2], machine(20, 1e9)))
     assert group(60, 20, memory=12e9).seconds_without == [float("inf")] * 2
     assert tight.seconds_without[2] < float("inf")
+
+
+def of_measured(*measured: tuple[float, float, float]) -> Group:
+    """Hosts that read so many GB/s of keys and of weights and take so many ms more a layer."""
+    found = [
+        MeasuredHost(f"host {i}", keys * 1e9, weights * 1e9, 1e15, 512e9, 1e-3 * layer)
+        for i, (keys, weights, layer) in enumerate(measured)
+    ]
+    machines = tuple(map(as_machine, found))
+    return Group(MODEL, SPLIT, machines, LINKS["10gbe"], Work(32 << 10))
+
+
+def test_a_token_takes_what_its_layers_take() -> None:
+    fast = of_measured((60, 60, 0), (60, 60, 0))
+    [one, other] = of_measured((60, 60, 0), (60, 30, 2)).each_token((3, 1))
+    [_, without] = fast.each_token((3, 1))
+    split = fast.split((3, 1), 1)
+    # The input embedding is not read; its slice is as large as that of the head.
+    weights = split.weights_bytes - MODEL.weights.embedding * 2 / 4
+    assert other.local - without.local == pytest.approx(32 * 2e-3 + weights / 60e9)
+    assert without.local == pytest.approx((weights + split.cache_bytes) / 60e9)
+    assert one == fast.each_token((3, 1))[0] and other.exchange == without.exchange
+
+
+def test_a_host_that_is_slow_in_small_operations_is_left_out() -> None:
+    """It reads as fast as the other; a quarter or an eighth of the work would wait for it."""
+    assert of_measured((60, 60, 0.1), (60, 60, 0.1)).unhelpful == ()
+    some, many = (of_measured((60, 60, 0.1), (60, 60, layer)) for layer in (4, 12))
+    assert some.unhelpful == () and some.best is not None and some.best[0] > some.best[1]
+    assert many.unhelpful == (1,) and "host 1" in many.advice
+
+
+def test_operations_that_come_with_measured_keys_are_not_counted_twice() -> None:
+    slow = MeasuredHost("slow products", 60e9, 60e9, 1e9, 512e9, 0.0)
+    work, hosts = Work(1 << 20), Hosts(as_machine(slow), LINKS["10gbe"])
+    found = Split(MODEL, SPLIT, 1, work)
+    head = MODEL.weights.total - MODEL.weights.embedding
+    assert found.token_seconds(hosts).local == pytest.approx(2 * head / 1e9, rel=1e-3)
+    more_heads = replace(MODEL, attention=(replace(MODEL.attention[0], heads=128),))
+    more = 2 * 2 * (128 - 32) * 128 * 32 * (1 << 20) / 1e9
+    seconds = replace(found, model=more_heads).token_seconds(hosts).local
+    assert seconds == pytest.approx(2 * head / 1e9 + more, rel=1e-3)
 
 
 def test_whole_weights_make_a_slow_host_unhelpful() -> None:

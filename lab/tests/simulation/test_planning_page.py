@@ -23,7 +23,8 @@ LINES = re.findall(r"^python -m tree_attention (plan [^#\n]*)", WHOLE_LINES, re.
 def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table costs.json that commands of the pages name."""
     rows = Measured("all_gather", 16384, 170e-6), Measured("all_gather", 1 << 20, 1010e-6)
-    new, old = MeasuredHost("new", 60e9, 1e12, 64e9), MeasuredHost("old", 20e9, 0.3e12, 64e9)
+    new = MeasuredHost("new", 60e9, 60e9, 1e12, 64e9, layer=0.0)
+    old = MeasuredHost("old", 20e9, 20e9, 0.3e12, 64e9, layer=0.0)
     monkeypatch.chdir(tmp_path)
     CostTable("gloo", (0, 1), rows, (new, old)).save("costs.json", {})
 

@@ -87,8 +87,9 @@ def run(world: World, device: torch.device, seconds: float, out: Path, console: 
 def of_hosts(hosts: Sequence[MeasuredHost]) -> list[str]:
     """Lines with the speed of each rank's host, and with what to do where they differ."""
     lines = [
-        f"rank {rank} ({host.host}): reads {in_digits(host.read / 1e9)} GB/s, "
-        f"{in_digits(host.flop / 1e12)} TFLOP/s, {in_digits(host.memory / 1e9)} GB free"
+        f"rank {rank} ({host.host}): reads {in_digits(host.read / 1e9)} GB/s of keys and "
+        f"{in_digits(host.weights / 1e9)} of weights, {in_digits(host.flop / 1e12)} TFLOP/s, "
+        f"{in_digits(1e3 * host.layer)} ms a layer, {in_digits(host.memory / 1e9)} GB free"
         for rank, host in enumerate(hosts)
     ]
     rates = [host.read for host in hosts]

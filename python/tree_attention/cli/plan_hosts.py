@@ -44,9 +44,15 @@ def of_machines(machines: Sequence[Machine]) -> list[str]:
     return [
         f"Rank {rank}: {in_digits(x.memory / 1e9)} GB at "
         f"{in_digits(x.memory_bandwidth / 1e9)} GB/s, "
-        f"{in_digits(SUSTAINED * x.arithmetic / 1e12)} TFLOP/s ({x.name}, {x.source})."
+        f"{in_digits(SUSTAINED * x.arithmetic / 1e12)} TFLOP/s{_of_layers(x)} "
+        f"({x.name}, {x.source})."
         for rank, x in enumerate(machines)
     ]
+
+
+def _of_layers(machine: Machine) -> str:
+    seconds = machine.layer_seconds
+    return f", {in_digits(1e3 * seconds)} ms a layer for small operations" if seconds else ""
 
 
 def of_form(plan: UnequalPlan, form: str) -> list[str]:

@@ -167,12 +167,12 @@ def parallelize(
             the group, equal in each tensor group: how much it gets of the weights that all ranks
             split, and with `enable` of the cache. [3, 1] gives the first of two ranks three
             quarters. A mapping has lists for "weights" and "cache" apart, of which one that is left
-            out is split evenly. "auto" measures on every rank for 0.3 s how fast it reads and
-            multiplies, or takes what `tree_attention calibrate` measured, and gives each the share
-            with which a token takes the least time, as far as memory goes; equal ones, if that is
-            within 5 %. A rank with 0 runs, and holds what every rank has whole. Sums have other
-            parts then, so that logits depend on the shares in their last bits, the same on all
-            ranks. None: equal ones.
+            out is split evenly. "auto" measures on every rank for 0.4 s how fast it reads,
+            multiplies and does the rest of a layer, or takes what `tree_attention calibrate`
+            measured, and gives each the share with which a token takes the least time, as far as
+            memory goes; equal ones, if that is within 5 %. A rank with 0 runs, and holds what every
+            rank has whole. Sums have other parts then, so that logits depend on the shares in their
+            last bits, the same on all ranks. None: equal ones.
 
     Returns:
         `model` itself, in eval mode, its attention `"tree_attention"`.

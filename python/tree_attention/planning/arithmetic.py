@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Bytes that a rank keeps and sends, and seconds that it takes, as docs/parallelism.md says.
 
-Times come from bandwidths, arithmetic at a share of its peak, and rounds of messages.
-Nothing overlaps and nobody waits.
+Times come from bandwidths, arithmetic at a share of its peak, and rounds of messages; of measured
+machines also from what a layer takes beyond these. Nothing overlaps and nobody waits.
 """
 
 import math
@@ -41,7 +41,7 @@ class Work:
 class Seconds:
     """Time of a token or of a prompt, by where it goes."""
 
-    local: float  # reading memory or arithmetic, whichever takes longer
+    local: float  # reading memory or arithmetic, whichever takes longer, and layers' own times
     exchange: float
 
     @property
@@ -230,23 +230,27 @@ class Split:
         """Time of one new token of every sequence, after `work.context` tokens."""
         model, weights, sequences = self.model, self.model.weights, self.work.sequences
         head, experts = weights.head / self._parts, weights.experts / self._parts
+        machine, context = hosts.machine, self.work.context
         read = self._layer_bytes + weights.itemsize * head
         read += weights.expert_itemsize * experts * weights.share_of_experts(sequences)
-        context = self.work.context
-        read += 2 * self._states_bytes  # which are written as well
-        read += sequences * sum(self._kept_bytes(x, x.attended(context)) for x in model.attention)
+        keys = sequences * sum(self._kept_bytes(x, x.attended(context)) for x in model.attention)
         active = sum(self._layer_weights) + head + experts * weights.chosen / weights.num_experts
-        operations = 2 * sequences * active
+        attention = -machine.operations_with_a_byte * keys
         for x in model.attention:
             pairs = sequences * x.layers * x.attended(context)
             heads = x.heads / (self._parts_of_cache * self.tensor_parallel_size)
-            operations += 2 * pairs * heads * sum(x.step)
-            operations += sequences * x.layers * x.scored(context) * self._copied_share
+            attention += 2 * pairs * heads * sum(x.step)
+            attention += sequences * x.layers * x.scored(context) * self._copied_share
+        operations = 2 * sequences * active + max(0.0, attention)
         merges = self.form != TENSOR and self.tensor_parallel_size < self.p
         rounds = merges * self._exchanges
         phases = sum_phases(sequences * model.hidden * BF16)
         rounds += self.has_split_weights * (phases * (self._sums + 1) + 1)
-        return self._seconds(hosts, read, operations, rounds, self.token_bytes)
+        # States are written as well.
+        local = (keys + 2 * self._states_bytes) / machine.memory_bandwidth
+        local += read / (machine.weights_bandwidth or machine.memory_bandwidth)
+        seconds = self._seconds(hosts, local, operations, rounds, self.token_bytes)
+        return replace(seconds, local=seconds.local + model.layers * machine.layer_seconds)
 
     def _chunk_bytes(self, layers: Attention, begin: int, tokens: int) -> float:
         """Bytes that a rank sends in a layer for a chunk of a prompt after `begin` tokens."""
@@ -292,11 +296,12 @@ class Split:
         each = self._seconds(hosts, 0.0, operations, rounds * len(chunks), sent)
         return Seconds(self.work.sequences * each.local, self.work.sequences * each.exchange)
 
-    def _seconds(self, hosts: Hosts, read: float, flop: float, rounds: int, sent: float) -> Seconds:
+    def _seconds(
+        self, hosts: Hosts, reading: float, flop: float, rounds: int, sent: float
+    ) -> Seconds:
         arithmetic = flop / (SUSTAINED * hosts.machine.arithmetic)
         exchange = rounds * hosts.link.round_seconds + sent / hosts.link.bandwidth
-        local = max(read / hosts.machine.memory_bandwidth, arithmetic)
-        return Seconds(local, exchange if self.p > 1 else 0.0)
+        return Seconds(max(reading, arithmetic), exchange if self.p > 1 else 0.0)
 
 
 @dataclass(frozen=True)

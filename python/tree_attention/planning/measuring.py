@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The speed at which hosts of ranks read memory and multiply, measured on all at once."""
+"""The speed at which hosts of ranks read memory, multiply and do the rest of a layer, measured on
+all at once."""
 
 import os
 import platform
@@ -10,22 +11,27 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, silu
 
 from ..exchange import Communicator, MeasuredHost, measured_costs, on_every_rank
 from ..ops import lean_decode
 from .machines import SUSTAINED, Link, Machine, fitted_link, link_of_times
 
-# Seconds of reading, and of multiplying. A quota of processor time falls due in hundredths of them.
-_READ_SECONDS, _MULTIPLY_SECONDS = 0.2, 0.1
+# Seconds of reading, of multiplying, and of layers. A quota of processor time falls due in
+# hundredths of them.
+_READ_SECONDS, _MULTIPLY_SECONDS, _LAYER_SECONDS = 0.2, 0.1, 0.1
 _READ_BYTES = 256 << 20  # more than caches keep
 _HEADS_Q, _HEADS_KV, _HEAD_DIM = 32, 8, 128
 _ROWS, _COLUMNS = 64, 2048
+# Of a slice so narrow that a layer of them is mostly small operations, and of a wide one.
+_NARROW, _WIDE, _FEW_KEYS, _LEAST_LAYERS = 128, 8192, 256, 5
 # Bytes that each rank sends in an exchange that is timed: of a token, and many more.
 _SMALL, _LARGE, _TIMES = 16 << 10, 1 << 20, 5
 
 
 def measure_host(device: torch.device, ranks_of_node: int) -> MeasuredHost:
-    """Rates of this rank with its own threads, and its part of the memory that is free."""
+    """Rates of this rank with its own threads, the time of a layer's small operations, and this
+    rank's part of the memory that is free."""
     memory = _free_bytes(device) / ranks_of_node
     slots = _READ_BYTES // (2 * 2 * _HEADS_KV * _HEAD_DIM)
     # Written, as pages that nobody wrote are all the same one, which a cache keeps.
@@ -34,7 +40,12 @@ def measure_host(device: torch.device, ranks_of_node: int) -> MeasuredHost:
     read = _READ_BYTES / _seconds_of(lambda: lean_decode(q, k, v), device, _READ_SECONDS)
     a, b = (torch.ones(n, _COLUMNS, dtype=torch.bfloat16, device=device) for n in (_ROWS, _COLUMNS))
     product = _seconds_of(lambda: a @ b.T, device, _MULTIPLY_SECONDS)
-    return MeasuredHost(platform.node(), read, 2 * _ROWS * _COLUMNS**2 / product, memory)
+    flop = 2 * _ROWS * _COLUMNS**2 / product
+    wide, narrow = _layers(q, k, v, device)
+    weights = 2 * _WIDE * _COLUMNS / wide
+    read_bytes = 2 * 2 * _HEADS_KV * _HEAD_DIM * _FEW_KEYS
+    layer = narrow - _PRODUCTS * 2 * _NARROW * _COLUMNS / weights - read_bytes / read
+    return MeasuredHost(platform.node(), read, weights, flop, memory, max(0.0, layer))
 
 
 def measure_all(
@@ -62,7 +73,7 @@ def measure_all(
         lambda host: {**asdict(host), "seconds": [seconds[_SMALL], seconds[_LARGE]]},
     )
     hosts = tuple(
-        MeasuredHost(str(note["host"]), *(float(note[x]) for x in ("read", "flop", "memory")))
+        MeasuredHost(**{name: note[name] for name in MeasuredHost.__annotations__})
         for note in notes
     )
     small, large = (max(note["seconds"][i] for note in notes) for i in range(2))
@@ -72,7 +83,64 @@ def measure_all(
 
 def as_machine(host: MeasuredHost) -> Machine:
     """The host of a rank as the planner's arithmetic takes it."""
-    return Machine(host.host, host.read, host.flop / SUSTAINED, host.memory, "", source="measured")
+    return Machine(
+        host.host,
+        host.read,
+        host.flop / SUSTAINED,
+        host.memory,
+        "",
+        source="measured",
+        weights_bandwidth=host.weights,
+        layer_seconds=host.layer,
+        operations_with_a_byte=_HEADS_Q / _HEADS_KV,
+    )
+
+
+_PRODUCTS = 7  # of a layer: q, k, v, o, gate, up and down
+
+
+def _layers(q: Tensor, k: Tensor, v: Tensor, device: torch.device) -> tuple[float, float]:
+    """The median times of a wide product, and of a layer of narrow slices that comes after it.
+
+    As in a model, a layer finds in no cache what it works with: the wide product before it and the
+    layers since the last use of the same weights have taken the room.
+    """
+    parts = [x.view(-1, _WIDE, _COLUMNS)[i] for i in range(4) for x in (k, v)]
+    x = torch.ones(1, 1, _COLUMNS, dtype=k.dtype, device=device)
+    times: tuple[list[float], list[float]] = [], []
+    begin, count = time.perf_counter(), 0
+    while count < _LEAST_LAYERS or time.perf_counter() - begin < _LAYER_SECONDS:
+        wide, narrow = parts[count % len(parts)], parts[(count + len(parts) // 2) % len(parts)]
+        times[0].append(_timed(lambda: linear(x, wide), device))  # noqa: B023
+        times[1].append(_timed(lambda: _narrow_layer(x, narrow, q, k, v), device))  # noqa: B023
+        count += 1
+    return median(times[0][1:]), median(times[1][1:])
+
+
+def _narrow_layer(x: Tensor, weights: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What a rank with little of a layer does for a token, in the operators of a Llama."""
+    matrices = weights.view(-1, _NARROW * _COLUMNS)[:_PRODUCTS]
+    q_, k_, v_, gate, up = (m.view(_NARROW, _COLUMNS) for m in matrices[:5])
+    o, down = (m.view(_COLUMNS, _NARROW) for m in matrices[5:])
+    y = _norm(x)
+    own = linear(y, q_).view(1, 1, 1, _NARROW)
+    new = [linear(y, m).view(1, 1, 1, _NARROW) for m in (k_, v_)]
+    rotated = [_rotated(z) for z in (q, own, new[0])]
+    partial, _ = lean_decode(rotated[0], k[:, :, :_FEW_KEYS], v[:, :, :_FEW_KEYS])
+    y = x + linear(partial[:, 0].reshape(1, 1, _NARROW), o)
+    z = _norm(y)
+    return y + linear(silu(linear(z, gate)) * linear(z, up), down)
+
+
+def _norm(x: Tensor) -> Tensor:
+    y = x.to(torch.float32)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return y.to(x.dtype) * x
+
+
+def _rotated(x: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return x * x + torch.cat((-b, a), dim=-1) * x
 
 
 def _exchange_seconds(

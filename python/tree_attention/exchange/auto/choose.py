@@ -23,10 +23,10 @@ from ..strategies import STRATEGIES, candidates
 from ..transport.buffers import StateLayout
 from ..transport.topology import Topology
 
-_FORMAT = 4
-_READ_FORMATS = (3, 4)  # 3 has no machines
+_FORMAT = 5
+_READ_FORMATS = (3, 4, 5)  # before 5, no machines or without the times of their layers
 _MIN_SECONDS = 1e-9  # of an exchange: sizes and times are divided by each other
-_RATES, _MAX_RATE = ("read", "flop", "memory"), 1e18
+_RATES, _MAX_RATE = ("read", "weights", "flop", "memory"), 1e18
 
 # Where the ranks of a group are, as far as it matters to a choice: all on one node; on nodes whose
 # ranks may merge first (`Topology.subtree_size`); or on nodes of one or of an odd number of ranks.
@@ -98,8 +98,10 @@ class MeasuredHost:
 
     host: str  # its name
     read: float  # bytes of keys and values a second, by `lean_decode`
-    flop: float  # operations a second, of a product in bfloat16
+    weights: float  # bytes of weights a second, by a product with one row
+    flop: float  # operations a second, of a product with many rows in bfloat16
     memory: float  # bytes that were free, for each rank of the host
+    layer: float  # seconds of a decoder layer beyond reading its weights and keys
 
 
 @dataclass(frozen=True)
@@ -168,11 +170,15 @@ class CostTable:
             for row in content["exchanges"]
         )
         machines = (
-            MeasuredHost(row["host"], *(float(row[name]) for name in _RATES))
-            for row in content.get("machines", [])
+            MeasuredHost(row["host"], *(float(row[name]) for name in (*_RATES, "layer")))
+            for row in _machines(content)
         )
         nodes = tuple(content["nodes"])
         return CostTable(content["backend"], nodes, tuple(exchanges), tuple(machines))
+
+
+def _machines(content: dict[str, Any]) -> Any:
+    return content.get("machines", []) if content["format"] == _FORMAT else []
 
 
 def _flaw(content: dict[str, Any]) -> str:
@@ -199,7 +205,7 @@ def _flaw(content: dict[str, Any]) -> str:
                 "exchanges must each have a strategy, num_bytes of 1 to 2^63 and seconds of "
                 f"{_MIN_SECONDS:g} to {MAX_SECONDS:,}, got {reprlib.repr(row)}"
             )
-    machines = content.get("machines", [])
+    machines = _machines(content)
     if not isinstance(machines, list) or len(machines) not in (0, len(nodes)):
         return f"machines must be a list of none or {len(nodes)}, got {reprlib.repr(machines)}"
     for row in machines:
@@ -208,10 +214,12 @@ def _flaw(content: dict[str, Any]) -> str:
             and isinstance(row.get("host"), str)
             and all(type(row.get(name)) in (int, float) for name in _RATES)
             and all(1 <= row[name] <= _MAX_RATE for name in _RATES)
+            and type(row.get("layer")) in (int, float)
+            and 0 <= row["layer"] <= MAX_SECONDS
         ):
             return (
-                f"machines must each have a host, and {', '.join(_RATES)} of 1 to {_MAX_RATE:g}, "
-                f"got {reprlib.repr(row)}"
+                f"machines must each have a host, {', '.join(_RATES)} of 1 to {_MAX_RATE:g}, and "
+                f"layer, seconds of 0 to {MAX_SECONDS:,}, got {reprlib.repr(row)}"
             )
     return ""
 
