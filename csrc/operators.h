@@ -25,11 +25,11 @@ template <void (*launch)(const DecodeParams&), void (*launch_merge)(const MergeP
 struct DecodeCalls {
   static std::tuple<at::Tensor, at::Tensor> run(const DecodeArgs& args) {
     if (!has_several_ranges(args)) return run_range(args);
-    const at::ScalarType result_dtype = args.out_dtype.value_or(args.q.scalar_type());
-    const RangeParts parts(args, result_dtype);
+    const at::ScalarType out_dtype = args.out_dtype.value_or(args.q.scalar_type());
+    const RangeParts parts(args, out_dtype);
     if (!parts.are_several()) return run_range(parts.call());
     const auto [o, lse] = run_parts(parts);
-    const MergeCall merge = prepare_merge(parts.by_range(o), parts.by_range(lse), result_dtype);
+    const MergeCall merge = prepare_merge(parts.by_range(o), parts.by_range(lse), out_dtype);
     launch_merge(merge.params);
     return {merge.o, merge.lse};
   }
@@ -127,7 +127,7 @@ struct CascadeOperator {
     }
     const CascadeCall call = parts.of_others();
     Calls::run_out(call.args, call.o, call.lse);
-    const MergeCall merge = prepare_merge(parts.o(), parts.lse(), parts.result_dtype());
+    const MergeCall merge = prepare_merge(parts.o(), parts.lse(), parts.out_dtype());
     launch_merge(merge.params);
     return {merge.o, merge.lse};
   }

@@ -57,8 +57,8 @@ STABLE_TORCH_LIBRARY(tree_attention, m) {
   m.def("cascade_decode(" TREE_ATTENTION_DECODE_SCHEMA
         ", int[]? groups=None, int? least_keys_saved=None) -> (Tensor o, Tensor lse)");
   m.def(
-      "page_groups(Tensor page_table, int[] num_pages, int page_size, "
-      "int? least_keys_saved=None) -> int[]");
+      "page_groups(Tensor page_table, int[] num_pages, int page_size, int num_heads_q, "
+      "int num_heads_kv, int head_dim, bool has_8_bits, int? least_keys_saved=None) -> int[]");
   m.def("lean_decode_blocks(Tensor q, Tensor k, Tensor v) -> (int planned, int resident)");
   m.def(
       "merge_states(Tensor o_parts, Tensor lse_parts, *, ScalarType? out_dtype=None) "

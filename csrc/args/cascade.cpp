@@ -271,14 +271,17 @@ int64_t distance_of(const std::vector<int64_t>& rows) {
 }  // namespace
 
 std::vector<int64_t> page_groups(const at::Tensor& page_table, at::IntArrayRef num_pages,
-                                 int64_t page_size, std::optional<int64_t> least_keys_saved) {
+                                 int64_t page_size, int64_t num_heads_q, int64_t num_heads_kv,
+                                 int64_t head_dim, bool has_8_bits,
+                                 std::optional<int64_t> least_keys_saved) {
   const at::Tensor table = page_table.scalar_type() == at::kInt
                                ? page_table.contiguous()
                                : page_table.to(at::kLong).contiguous();
   std::vector<Pages> seen;
   for (const int64_t number : num_pages) seen.push_back({0, number});
-  // The caller does not say how many heads there are: count as many as models often have.
-  const Costs costs = least_keys_saved ? Costs(*least_keys_saved) : Costs(32, 8, 128, 128, false);
+  const Costs costs = least_keys_saved
+                          ? Costs(*least_keys_saved)
+                          : Costs(num_heads_q, num_heads_kv, head_dim, head_dim, has_8_bits);
   std::vector<int64_t> numbers;
   for (const PageGroup& group : find_groups(table, seen, page_size, costs)) {
     numbers.push_back(static_cast<int64_t>(group.rows.size()));
@@ -319,9 +322,9 @@ void CascadeCall::keep() const {
 }
 
 CascadeParts::CascadeParts(const DecodeArgs& args, const std::vector<PageGroup>& groups)
-    : args_(args), groups_(groups) {
+    : args_(args), groups_(groups), out_dtype_(args.out_dtype.value_or(args.q.scalar_type())) {
   const at::Tensor& q = args.q;
-  args_.result_dtype = args.out_dtype.value_or(q.scalar_type());
+  args_.result_dtype = args.result_dtype.value_or(out_dtype_);
   args_.out_dtype = at::kFloat;
   std::vector<int64_t> num_states(q.size(0), 1);
   for (const PageGroup& group : groups) {

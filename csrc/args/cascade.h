@@ -21,11 +21,13 @@ struct PageGroup {
   int64_t begin, end;
 };
 
-// The operator page_groups: the groups that save more than they cost, or least_keys_saved reads of
-// a key, each as the number of its rows, the rows, begin and end. The page table is of the host and
-// has integers.
+// The operator page_groups: the groups that save more than they cost with so many heads, or
+// least_keys_saved reads of a key, each as the number of its rows, the rows, begin and end. The
+// page table is of the host and has integers.
 std::vector<int64_t> page_groups(const at::Tensor& page_table, at::IntArrayRef num_pages,
-                                 int64_t page_size, std::optional<int64_t> least_keys_saved);
+                                 int64_t page_size, int64_t num_heads_q, int64_t num_heads_kv,
+                                 int64_t head_dim, bool has_8_bits,
+                                 std::optional<int64_t> least_keys_saved);
 
 // Refuses what lean_decode takes and cascade_decode does not.
 void check_cascade(const DecodeArgs& args);
@@ -59,11 +61,12 @@ class CascadeParts {
   // [parts, batch, num_heads_q, seqlen_q, ...]
   const at::Tensor& o() const { return o_; }
   const at::Tensor& lse() const { return lse_; }
-  at::ScalarType result_dtype() const { return *args_.result_dtype; }
+  at::ScalarType out_dtype() const { return out_dtype_; }
 
  private:
   DecodeArgs args_;  // with float32 states
   const std::vector<PageGroup>& groups_;
+  at::ScalarType out_dtype_;
   std::vector<int64_t> places_;  // of each group: the part that its states are
   at::Tensor o_, lse_;
 };

@@ -154,7 +154,7 @@ at::ScalarType out_dtype(const DecodeArgs& args) {
 void set_output_dtypes(DecodeParams& params, const DecodeArgs& args, at::ScalarType dtype,
                        const char* argument) {
   params.out_dtype = data_type(dtype, kOp, argument);
-  params.result_dtype = data_type(args.result_dtype.value_or(dtype), kOp, argument);
+  params.result_dtype = data_type(args.result_dtype.value_or(dtype), kOp, "result_dtype");
 }
 
 }  // namespace

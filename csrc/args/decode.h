@@ -28,7 +28,8 @@ namespace tree_attention {
   NEXT(std::optional<at::Tensor>, "Tensor?", k_scale, "=None")           \
   NEXT(std::optional<at::Tensor>, "Tensor?", v_scale, "=None")           \
   NEXT(std::optional<at::ScalarType>, "ScalarType?", out_dtype, "=None") \
-  NEXT(int64_t, "int", num_workers, "=0")
+  NEXT(int64_t, "int", num_workers, "=0")                                \
+  NEXT(std::optional<at::ScalarType>, "ScalarType?", result_dtype, "=None")
 
 // These arguments in a schema, as one string literal.
 #define TREE_ATTENTION_DECODE_SCHEMA \
@@ -37,14 +38,13 @@ namespace tree_attention {
 #define TREE_ATTENTION_NEXT_IN_SCHEMA(type, schema_type, name, value) \
   ", " schema_type " " #name value
 
-// The arguments, the number of ranges that each are a sequence (ranges.h), and the dtype of what
-// the states are merged to where the call is a part of another (ranges.h, cascade.h).
+// The arguments and the number of ranges that each are a sequence (ranges.h). result_dtype is the
+// dtype of what the states are merged to, where the call is a part of another.
 struct DecodeArgs {
 #define TREE_ATTENTION_MEMBER(type, schema_type, name, value) type name;
   TREE_ATTENTION_DECODE_ARGUMENTS(TREE_ATTENTION_MEMBER, TREE_ATTENTION_MEMBER)
 #undef TREE_ATTENTION_MEMBER
   int64_t num_ranges = 1;
-  std::optional<at::ScalarType> result_dtype = std::nullopt;
 };
 
 // Checks the inputs and returns params that lack only the outputs. An error names the argument,

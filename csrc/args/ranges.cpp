@@ -46,7 +46,7 @@ void check_each_range(const DecodeArgs& args, void (*check_range)(const DecodePa
   }
 }
 
-RangeParts::RangeParts(const DecodeArgs& args, at::ScalarType result_dtype) : call_(args) {
+RangeParts::RangeParts(const DecodeArgs& args, at::ScalarType out_dtype) : call_(args) {
   check(args);
   // A page has at least one key. Without keys, one range says as much as all.
   const bool has_keys = args.page_table || args.k.size(2) > 0;
@@ -75,7 +75,7 @@ RangeParts::RangeParts(const DecodeArgs& args, at::ScalarType result_dtype) : ca
     params_.sequences = call_.page_table->data_ptr<int32_t>();
   }
   call_.out_dtype = at::kFloat;
-  call_.result_dtype = args.result_dtype.value_or(result_dtype);
+  call_.result_dtype = args.result_dtype.value_or(out_dtype);
 }
 
 // [num_ranges * batch, ...]: a view of a single sequence, else memory that the backend fills.

@@ -21,8 +21,8 @@ void check_each_range(const DecodeArgs& args, void (*check_range)(const DecodePa
 
 class RangeParts {
  public:
-  // Checks the arguments. The states are merged to one in `result_dtype`.
-  RangeParts(const DecodeArgs& args, at::ScalarType result_dtype);
+  // Checks the arguments. The states are merged to one in `out_dtype`.
+  RangeParts(const DecodeArgs& args, at::ScalarType out_dtype);
 
   // Otherwise the call is the caller's, with the only range.
   bool are_several() const { return call_.num_ranges > 1; }

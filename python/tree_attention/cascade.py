@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ._numbers import MAX_INTEGER, as_integers, integer, shown
+from ._numbers import MAX_INTEGER, as_integers, boolean, integer, shown
 from .ops import _check_devices, _check_kinds, lean_decode
 from .options import AttentionOptions, check_tensors, takes_attention_options, with_numbers
 
@@ -33,7 +33,14 @@ class PageGroup(NamedTuple):
 
 
 def page_groups(
-    page_table: Tensor, num_pages: Sequence[int], page_size: int
+    page_table: Tensor,
+    num_pages: Sequence[int],
+    page_size: int,
+    *,
+    num_heads_q: int = 32,
+    num_heads_kv: int = 8,
+    head_dim: int = 128,
+    has_8_bits: bool = False,
 ) -> tuple[PageGroup, ...]:
     """The pages that sequences begin with in common, and that are worth a call of their own.
 
@@ -43,6 +50,8 @@ def page_groups(
         page_table: integers `[batch, pages]` or `[batch, num_heads_kv, pages]`, on the CPU.
         num_pages: of each sequence, the pages in use; later entries are not looked at.
         page_size: the keys of a page.
+        num_heads_q, num_heads_kv, head_dim, has_8_bits: of the queries and pages, which say what
+            reading a page takes and therefore from how many on a call of their own pays.
 
     Raises:
         TypeError, ValueError: an argument is no such tensor or number, or on the GPU.
@@ -56,9 +65,16 @@ def page_groups(
         ((rows, begin, end),) = page_groups(page_table, [65, 65], page_size=64)
         print(rows, begin, end)  # (0, 1) 0 64
     """
-    page_size = integer("page_groups", "page_size", page_size, 1)
+    sizes = {
+        "page_size": page_size,
+        "num_heads_q": num_heads_q,
+        "num_heads_kv": num_heads_kv,
+        "head_dim": head_dim,
+    }
+    found = [integer("page_groups", name, size, 1) for name, size in sizes.items()]
+    found.append(boolean("page_groups", "has_8_bits", has_8_bits))
     numbers = _checked_numbers(page_table, num_pages)
-    return tuple(_unpacked(_page_groups(page_table, numbers, page_size, _LEAST_KEYS_SAVED)))
+    return tuple(_unpacked(_page_groups(page_table, numbers, *found, _LEAST_KEYS_SAVED)))
 
 
 def _unpacked(numbers: Sequence[int]) -> Iterator[PageGroup]:
@@ -195,7 +211,6 @@ def attend_as_one(
     k: Tensor,
     v: Tensor,
     key_ranges: Tensor,
-    out_dtype: torch.dtype,
     options: Mapping[str, Any],
 ) -> list[Tensor]:
     """`lean_decode` of all rows of q, as queries of the one sequence that k and v are."""
@@ -204,5 +219,5 @@ def attend_as_one(
         options["query_positions"] = positions.flatten()[None]
     # A view, where each row has one token.
     queries, ranges = q.transpose(0, 1).flatten(1, 2)[None], key_ranges.flatten(0, 1)[None]
-    state = lean_decode(queries, k, v, ranges, out_dtype=out_dtype, **options)
+    state = lean_decode(queries, k, v, ranges, **options)
     return [x[0].unflatten(1, rows).transpose(0, 1) for x in state]

@@ -37,6 +37,7 @@ def lean_decode(
     key_ranges: Tensor | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    result_dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]:
@@ -63,6 +64,8 @@ def lean_decode(
             sees the union of its ranges, in any order, and each takes what its keys take; see
             `tree_attention.patterns`.
         out_dtype: dtype of `o`, default q's; float32 when the state will be merged.
+        result_dtype: dtype of what such states are merged to, default out_dtype. The weights of a
+            16-bit q have as many digits as it needs, and more digits take longer on the CPU.
         out: `(o, lse)` to write into instead of new tensors, for example views of a send buffer.
             They share no memory with each other or another argument, but may interleave.
 
@@ -109,13 +112,15 @@ def lean_decode(
     try:
         if out is None:
             result: tuple[Tensor, Tensor] = _lean_decode(
-                q, k, v, key_ranges, out_dtype=out_dtype, **options
+                q, k, v, key_ranges, out_dtype=out_dtype, result_dtype=result_dtype, **options
             )
             return result
         o, lse = out
-        _lean_decode_out(q, k, v, key_ranges, out_dtype=out_dtype, o=o, lse=lse, **options)
+        dtypes = {"out_dtype": out_dtype, "result_dtype": result_dtype}
+        _lean_decode_out(q, k, v, key_ranges, o=o, lse=lse, **dtypes, **options)
         return out
     except (RuntimeError, TypeError, ValueError):
+        _check_dtype("lean_decode", result_dtype, "result_dtype")
         outputs = {} if out is None else {"o": out[0], "lse": out[1]}
         _check_kinds("lean_decode", q, k, v, options, out_dtype, key_ranges=key_ranges, **outputs)
         raise
@@ -139,10 +144,10 @@ def check_decode(
         raise
 
 
-def _check_dtype(op: str, out_dtype: object) -> None:
+def _check_dtype(op: str, dtype: object, name: str = "out_dtype") -> None:
     """Raises TypeError, where torch's parser raises RuntimeError."""
-    if not (out_dtype is None or isinstance(out_dtype, torch.dtype)):
-        raise TypeError(f"{op}: out_dtype must be a torch.dtype or None, got {shown(out_dtype)}")
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise TypeError(f"{op}: {name} must be a torch.dtype or None, got {shown(dtype)}")
 
 
 def _check_kinds(

@@ -38,8 +38,8 @@ from questions import (
     make_model,
     questions_behind,
 )
-from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, hf
-from tree_attention.hf import CACHE_NAME
+from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, cascade, hf, lean_decode
+from tree_attention.hf import CACHE_NAME, parts
 from tree_attention.hf.cache import window
 from tree_attention.hf.prompts import copies
 from window_caches import crop, crop_to
@@ -50,7 +50,8 @@ JAMBA = hf_families.HYBRIDS["Jamba"]
 Kind = tuple[str, str | None]  # with the dtype of the keys
 KINDS_OF_KEYS = [
     *((name, None) for name in (*KINDS, *HYBRIDS)),
-    *product(("llama", "gemma2", "deepseek"), ("int8", "fp8")),
+    *product(("llama", "gemma2", "deepseek", "BLOOM"), ("int8", "fp8")),
+    *((name, "int8") for name in HYBRIDS),
     ("mistral_window", "int8"),
     ("gpt_oss", "int8"),
 ]
@@ -312,6 +313,26 @@ def test_what_is_refused(tmp_path: Path) -> None:
     _append(blocks, keys)
     with pytest.raises(ValueError, match=r"TreeCache\.share: deterministic is not supported"):
         blocks.share(2)
+
+
+def test_states_have_the_digits_of_the_result() -> None:
+    """They are float32 until they are merged, and take no longer than results in bfloat16."""
+    model = make_model("llama").to(torch.bfloat16)
+    hf.enable(model)
+    texts, calls = _texts("llama")[0], list[dict[str, Any]]()
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        calls.append(options)
+        return lean_decode(*arguments, **options)
+
+    cache = _read(model, texts, None, None)
+    with (
+        mock.patch.object(parts, "lean_decode", noting),
+        mock.patch.object(cascade, "lean_decode", noting),
+    ):
+        ask(model, texts, **{CACHE_NAME: cache.share(3)})
+    dtypes = {(options["out_dtype"], options["result_dtype"]) for options in calls}
+    assert dtypes == {(torch.float32, torch.bfloat16)}
 
 
 @pytest.mark.skipif(not JAMBA.exists, reason="this release of transformers has no Jamba")

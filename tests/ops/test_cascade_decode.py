@@ -181,6 +181,27 @@ def test_groups_are_found_in_the_table() -> None:
     assert page_groups(long[:0], [], 8) == ()
 
 
+def test_groups_pay_earlier_with_more_heads_and_8_bits() -> None:
+    def is_group(keys: int, **sizes: Any) -> bool:
+        table = torch.cat(
+            (torch.arange(keys // 64).repeat(9, 1), torch.arange(100, 109)[:, None]), 1
+        )
+        return bool(page_groups(table, [table.shape[1]] * 9, 64, **sizes))
+
+    small = {"num_heads_q": 4, "num_heads_kv": 1, "head_dim": 64}
+    assert is_group(512) and not is_group(512, **small) and is_group(64 * 99, **small)
+    assert not is_group(320) and is_group(320, has_8_bits=True)
+    # cascade_decode, which sees the heads, finds as many.
+    for heads_kv, finds in ((8, True), (1, False)):
+        q, pages = torch.randn(9, 4 * heads_kv, 1, 128), torch.randn(20, heads_kv, 64, 128)
+        table = torch.cat((torch.arange(8).repeat(9, 1), torch.arange(8, 17)[:, None]), 1).int()
+        given = {"q": q, "k": pages, "v": pages, "page_table": table}
+        sizes = {"num_heads_q": 4 * heads_kv, "num_heads_kv": heads_kv}
+        groups = page_groups(table, [9] * 9, 64, **sizes)
+        assert bool(groups) == finds
+        assert_same_bits(cascade_decode(**given), cascade_decode(**given, groups=groups))
+
+
 def test_where_little_is_saved_it_is_lean_decode() -> None:
     given, _ = _case()
     assert_same_bits(cascade_decode(**given), lean_decode(**given))
@@ -341,6 +362,13 @@ def test_numbers_of_pages_that_are_refused(numbers: Any) -> None:
 def test_sizes_of_pages_that_are_refused(size: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="page_groups: page_size must be an integer"):
         page_groups(torch.ones(2, 3).int(), [3, 3], size)
+    for name in ("num_heads_q", "num_heads_kv", "head_dim"):
+        with pytest.raises(
+            (TypeError, ValueError), match=f"page_groups: {name} must be an integer"
+        ):
+            page_groups(torch.ones(2, 3).int(), [3, 3], 4, **{name: size})
+    with pytest.raises(TypeError, match="page_groups: has_8_bits must be"):
+        page_groups(torch.ones(2, 3).int(), [3, 3], 4, has_8_bits=size)
 
 
 KINDS_OF_GROUPS: list[Any] = [

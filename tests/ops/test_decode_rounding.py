@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from helpers import make_problem
+from helpers import make_problem, rounds_weights
 from test_lean_decode import by_dtype
 from tree_attention import lean_decode
 
@@ -29,6 +29,30 @@ def test_many_keys_far_below_one(dtype, device):
     problem.k[:, :, 1234, 0], problem.v[:, :, 1234] = 8 * 18.5, 0.0
     o, _ = problem.to(device).run(num_workers=1)
     torch.testing.assert_close(o, torch.full_like(o, 1999 * math.exp(-18.5)), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize("ranges", ["causal", "several"])
+def test_weights_have_the_digits_of_the_result(ranges, kv_dtype):
+    """A state in float32 that is to become a result in bfloat16."""
+    torch.manual_seed(0)
+    problem = make_problem(
+        seqlen_q=3, seqlen_k=300, dtype=torch.bfloat16, ranges=ranges, kv_dtype=kv_dtype
+    )
+    arguments = {"q": problem.q, "k": problem.k, "v": problem.v, **problem.options}
+    arguments |= {"key_ranges": problem.key_ranges}
+    result, _ = lean_decode(**arguments)
+    exact, _ = lean_decode(**arguments, out_dtype=torch.float32)
+    options = {"out_dtype": torch.float32, "result_dtype": torch.bfloat16}
+    found = lean_decode(**arguments, **options)
+    assert torch.equal(found[0].bfloat16(), result)
+    assert torch.equal(found[0], exact) != rounds_weights(result)
+    out = torch.empty_like(found[0]), torch.empty_like(found[1])
+    lean_decode(**arguments, result_dtype=torch.bfloat16, out=out)
+    assert torch.equal(out[0], found[0])
+    for dtype, says in ((torch.int8, "result_dtype must be"), ("half", "result_dtype must be a t")):
+        with pytest.raises((ValueError, TypeError), match=f"lean_decode: {says}.*, got"):
+            lean_decode(**arguments, result_dtype=dtype)
 
 
 def test_infinite_scores_drop_keys(device):

@@ -18,15 +18,17 @@ from distributed import on_ranks
 from engine import Engine, stub_of_vllm
 from test_steps import OPTIONS
 from tiers import tiers
+from tree_attention import cascade
 from tree_attention.vllm import batches, checks
 
-NINE = range(1, 10)  # so many that 512 keys in common are worth a call (csrc/args/cascade.cpp)
+NINE = range(1, 10)  # of which 512 keys in common are worth a call
 TOKENS = dict.fromkeys(NINE, 1)
+LEAST = mock.patch.object(cascade, "_LEAST_KEYS_SAVED", 3000)
 
 
 @pytest.fixture(autouse=True)
 def _stub() -> Iterator[None]:
-    with stub_of_vllm():
+    with stub_of_vllm(), LEAST:
         yield
 
 
@@ -124,6 +126,26 @@ def test_few_keys_in_common_are_not_worth_a_call(document: int, requests: int) -
     assert check(engine, dict.fromkeys(range(1, 1 + requests), 1)) == []
 
 
+@pytest.mark.parametrize(
+    "options, heads", [({}, (4, 2)), ({}, (32, 8)), ({"kv_cache_dtype": "fp8"}, (32, 8))]
+)
+def test_what_is_worth_a_call_depends_on_the_model(
+    options: dict[str, Any], heads: tuple[int, int]
+) -> None:
+    """With the keys in common that are worth it, of 32 query and 8 key heads of 128 columns."""
+    num_heads, num_kv_heads = heads
+    with mock.patch.object(cascade, "_LEAST_KEYS_SAVED", None):
+        engine = engine_of(
+            options=options,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=128,
+            document=512 if not options else 320,
+        )
+        groups = [[tuple(range(9))]] if num_heads == 32 else []
+        assert check(engine, TOKENS) == groups
+
+
 def test_requests_with_several_tokens_are_not_grouped() -> None:
     """Guessed tokens, and questions: a call takes as long as its arithmetic."""
     engine = engine_of()
@@ -148,7 +170,7 @@ def test_context_parallelism(rank: int, world_size: int, name: str, interleave: 
     group = SimpleNamespace(world_size=world_size, rank=rank, cpu_group=dist.group.WORLD)
     options = {"options": OPTIONS[name], "document": 512 * world_size, "num_kv_heads": 1}
     groups = [] if name == "window" else [[tuple(range(9))]]
-    with stub_of_vllm():
+    with stub_of_vllm(), LEAST:
         engine = engine_of(group, interleave=interleave, **options)
         assert check(engine, TOKENS) == groups
         assert check(engine, TOKENS | {20: 70}) == groups
@@ -159,6 +181,6 @@ def test_context_parallelism_and_a_cache_of_8_bits(rank: int, world_size: int) -
     torch.manual_seed(0)
     group = SimpleNamespace(world_size=world_size, rank=rank, cpu_group=dist.group.WORLD)
     options = {"options": {"kv_cache_dtype": "fp8"}, "scales": (0.5, 0.25), "num_kv_heads": 1}
-    with stub_of_vllm():
+    with stub_of_vllm(), LEAST:
         engine = engine_of(group, interleave=16, document=1024, **options)
         assert check(engine, TOKENS) == [[tuple(range(9))]]

@@ -156,7 +156,7 @@ def _over_shard(
         if len(parts) == 1:
             (part,) = parts
             return shard.decode(q, part.keys, part.values, part.ranges, **part.options, **merging)
-        return all_merge_states(*attend_to_parts(q, parts, torch.float32), **merging)
+        return all_merge_states(*attend_to_parts(q, parts, torch.float32, out_dtype), **merging)
 
     # States of a query, as many on all ranks.
     num_states = -(-layer.kv_length // shard.blocks.size) if shard.blocks.size else 1

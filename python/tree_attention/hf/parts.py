@@ -50,18 +50,27 @@ def parts_of(
 
 
 def attend_to_parts(
-    query: Tensor, parts: Sequence[Part], out_dtype: torch.dtype
+    query: Tensor,
+    parts: Sequence[Part],
+    out_dtype: torch.dtype,
+    result_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The state of queries `[batch, num_heads_q, seqlen_q, head_dim]` over all parts."""
+    """The state of queries `[batch, num_heads_q, seqlen_q, head_dim]` over all parts. It becomes a
+    result in `result_dtype` once ranks have merged it, or is one in `out_dtype`."""
+    result_dtype = result_dtype or out_dtype
     if len(parts) == 1:
-        return _attend(query, parts[0], out_dtype)
-    o, lse = zip(*(_attend(query, part, torch.float32) for part in parts), strict=True)
+        return _attend(query, parts[0], out_dtype, result_dtype)
+    states = (_attend(query, part, torch.float32, result_dtype) for part in parts)
+    o, lse = zip(*states, strict=True)
     return merge_states(torch.stack(o), torch.stack(lse), out_dtype=out_dtype)
 
 
-def _attend(query: Tensor, part: Part, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, part: Part, out_dtype: torch.dtype, result_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     keys, values, ranges, options, is_common = part
+    options = {**options, "out_dtype": out_dtype, "result_dtype": result_dtype}
     if not is_common:
-        return lean_decode(query, keys, values, ranges, out_dtype=out_dtype, **options)
-    o, lse = attend_as_one(query, keys, values, ranges, out_dtype, options)
+        return lean_decode(query, keys, values, ranges, **options)
+    o, lse = attend_as_one(query, keys, values, ranges, options)
     return o, lse

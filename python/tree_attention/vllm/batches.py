@@ -54,17 +54,30 @@ class Batch:
             found = self._ranges[window, shard] = ranges.int()
         return found
 
-    def groups(self, page_size: int, shard: LayoutAndRank | None) -> tuple[PageGroup, ...]:
+    def groups(
+        self, num_heads_q: int, k: Tensor, shard: LayoutAndRank | None
+    ) -> tuple[PageGroup, ...]:
         """The pages that requests with one token have in common; kept as `key_ranges` are."""
         if self.ends.shape[1] > 1:
             return ()
-        found = self._groups.get((page_size, shard))
+        _, num_heads_kv, page_size, head_dim = k.shape
+        has_8_bits = k.element_size() == 1
+        key = num_heads_q, k.shape[1:], has_8_bits, shard
+        found = self._groups.get(key)
         if found is None:
             ends = self.key_ranges(None, shard)[:, 0, 1]
             num_pages = (-(-ends // page_size)).tolist()
             # Tables are as wide as the longest context of the engine.
             pages = self.pages[:, : max(num_pages, default=0)]
-            found = self._groups[page_size, shard] = page_groups(pages, num_pages, page_size)
+            found = self._groups[key] = page_groups(
+                pages,
+                num_pages,
+                page_size,
+                num_heads_q=num_heads_q,
+                num_heads_kv=num_heads_kv,
+                head_dim=head_dim,
+                has_8_bits=has_8_bits,
+            )
         return found
 
     def queries(self, line: Tensor) -> Tensor:
@@ -134,13 +147,14 @@ def attend(
     head_dim]` over pages `[pages, num_heads_kv, page_size, head_dim]`. With `window`, a query sees
     so many keys at most, its own the last. With `is_cascade`, pages that requests begin with in
     common are read once."""
+    # A window's keys are the last ones, which requests have for themselves.
+    is_cascade &= window is None
     for batch in batches:
         options["page_table"] = batch.pages
         if "alibi_slopes" in options:
             options["query_positions"] = (batch.ends - 1).clamp(min=0)
         queries, ranges = batch.queries(q), batch.key_ranges(window, shard)
-        # A window's keys are the last ones, which requests have for themselves.
-        groups = batch.groups(k.shape[2], shard) if is_cascade and window is None else ()
+        groups = batch.groups(q.shape[1], k, shard) if is_cascade else ()
         if groups:
             state = cascade_decode(
                 queries, k, v, ranges, out_dtype=o.dtype, groups=groups, **options
