@@ -154,6 +154,30 @@ def test_a_damaged_document_ends_every_rank(
     assert f"ask: the document in {damaged} does not load: " in first.stderr + second.stderr
 
 
+@pytest.mark.deep
+def test_halves_of_a_document_are_refused_by_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    """Of ranks that split the heads, some were lost before they had saved theirs."""
+    model = _small_checkpoint("llama", checkpoint, tmp_path / "model")
+    size = "--tensor-parallel-size", "2"
+    for name, text in (("old", TEXT.upper()), ("new", TEXT)):
+        (tmp_path / "text.txt").write_text(text)
+        out = "--model", str(model), "--out", str(tmp_path / name)
+        ended = on_ranks(2, ["prepare", str(tmp_path / "text.txt"), *out, *size])
+        assert [end.status for end in ended] == [0, 0], ended
+    half, mixed = tmp_path / "half", tmp_path / "mixed"
+    shutil.copytree(tmp_path / "new" / "heads-0-of-2", half / "heads-0-of-2")
+    shutil.copytree(half, mixed)
+    shutil.copytree(tmp_path / "old" / "heads-1-of-2", mixed / "heads-1-of-2")
+    for directory, says in (
+        (half, "heads-1-of-2/index.json"),
+        (mixed, "tokens of the document"),
+    ):
+        ended = on_ranks(2, [*asked(model, directory, "Who?"), *size])
+        for end in ended:
+            assert end.status > 0 and end.stdout == "" and "Traceback" not in end.stderr, end
+            assert says in end.stderr
+
+
 def _without_tokens(directory: Path) -> None:
     file = directory / "index.json"
     index = json.loads(file.read_text())

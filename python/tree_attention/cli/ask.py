@@ -7,6 +7,7 @@ Arguments and files are looked at before torch and transformers are imported, wh
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -132,7 +133,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
-    from ..exchange import ExchangeError
+    from ..exchange import ExchangeError, get_communicator, on_every_rank
     from .checkpoint import load_tokenizer, make_greedy, num_positions, pad_token
 
     tokenizer = load_tokenizer(arguments.model)
@@ -145,8 +146,16 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
 
     directory = place(arguments.document, arguments.tensor_parallel_size, part.world.rank)
     begin = time.perf_counter()
+
+    def read() -> tuple[Any, list[int]]:
+        ids = _tokens_of(read_entries(directory / INDEX), arguments, model)
+        digest = hashlib.sha256(str(ids).encode()).hexdigest()
+        return (("tokens of the document", digest),), ids
+
     try:
-        document = _tokens_of(read_entries(directory / INDEX), arguments, model)
+        # Ranks that split the heads read directories of their own, of which one may be older.
+        comm = get_communicator(part.group)
+        document, _ = on_every_rank("ask", comm, arguments.timeout, read)
         with device:  # of states, which are made as the model's tensors are
             cache = hf.TreeCache.load(
                 directory, model.config, **cache_options(arguments, part, model)
