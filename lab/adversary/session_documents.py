@@ -21,15 +21,18 @@ from .session_operations import MOST_NEW_TOKENS, forward, turn
 
 _LONGEST_QUESTION = 30
 _MOST_CACHES = 4
+_ACTS = ("share", "ask", "ask", "again", "mix", "copy", "drop", "go on")
 
 
 def documents(session: Conversation, rng: Random) -> str:
     asking, said = list[tuple[Conversation, int]](), list[str]()
-    if rng.random() < 0.8 and (len(session.ids) > 1 or session.cache.max_length is not None):
+    is_document = session.length > 0 and len(session.ids) == 1
+    if rng.random() < 0.9 and not (is_document and session.cache.max_length is None):
         _take_one_sequence(session)
         said.append(forward(session, rng))
-    for _ in range(rng.randint(3, 8)):
-        act = rng.choice(["share", "ask", "ask", "ask", "again", "mix", "copy", "drop", "go on"])
+    # A mistake shows when rows are asked, and one of going back when they are asked again.
+    acts = ["share", "ask", "again", "ask", *rng.choices(_ACTS, k=rng.randint(1, 5))]
+    for act in acts:
         if act == "share" or not asking:
             shared = _share(session, rng)
             asking += [] if shared is None else [(shared, session.length)]
@@ -68,7 +71,7 @@ def _take_one_sequence(session: Conversation) -> None:
 
 def _share(session: Conversation, rng: Random) -> Conversation | None:
     """Rows behind all tokens of the session, or None where that is refused."""
-    batch = rng.choice([0, 1, 2, 3, 4])
+    batch = rng.choice([0, 1, 2, 2, 3, 3, 4, 4])
     outcome = attempt(session.cache.share, batch)
     is_possible = batch > 0 and session.length > 0 and session.cache.max_length is None
     if not is_possible or len(session.ids) > 1:
@@ -82,7 +85,7 @@ def _share(session: Conversation, rng: Random) -> Conversation | None:
 
 def _ask(rows: Conversation, document: int, rng: Random) -> str:
     """Rows go on with tokens of their own; right behind the document some are padded in front."""
-    batch, count = len(rows.ids), rng.choice([1, 2, 9, _LONGEST_QUESTION])
+    batch, count = len(rows.ids), rng.choice([1, 9, 9, _LONGEST_QUESTION])
     generator = torch.Generator().manual_seed(rng.getrandbits(31))
     new = torch.randint(3, VOCAB_SIZE, (batch, count), generator=generator)
     mask = torch.ones_like(new)
