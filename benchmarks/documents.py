@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -105,14 +106,12 @@ class DocumentCase:
 STANDARD = (
     DocumentCase("Llama 3.2 1B", with_ask=True),
     DocumentCase("Llama 3.2 1B", "int8", with_ask=True),
-    DocumentCase("Qwen3 0.6B"),
-    DocumentCase("Qwen3 0.6B", "int8"),
-    DocumentCase("Llama 3.1 8B"),
-    DocumentCase("Llama 3.1 8B", "int8"),
+    DocumentCase("Qwen3 0.6B"),  # the cache has more bytes than the weights
+    DocumentCase("Llama 3.1 8B", "int8"),  # and fewer
 )
 
 
-def run_case(case: DocumentCase, tokens: int) -> dict[str, Any]:
+def run_case(case: DocumentCase, tokens: int, allowed: set[int]) -> dict[str, Any]:
     config = SHAPES[case.shape].config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -162,7 +161,9 @@ def run_case(case: DocumentCase, tokens: int) -> dict[str, Any]:
     if case.with_ask:
         del cache, together
         gc.collect()
+        os.sched_setaffinity(0, allowed)  # this thread is pinned, and processes inherit that
         row |= ask(model, case)
+        pin_threads()
     return row
 
 
@@ -204,9 +205,10 @@ def save_on_rank(spec: dict[str, Any], _: Ranks) -> None:
 
 
 def measure(cases: Sequence[DocumentCase], tokens: int) -> Report:
+    allowed = os.sched_getaffinity(0)
     cpus = pin_threads()
     with torch.inference_mode(), progress_bar(True) as progress:
-        rows = [run_case(case, tokens) for case in shown(progress, cases)]
+        rows = [run_case(case, tokens, allowed) for case in shown(progress, cases)]
     return Report(
         name="documents",
         title="Eight questions behind one document of 64k tokens",
