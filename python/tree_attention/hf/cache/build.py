@@ -13,7 +13,6 @@ from packaging.version import Version
 from transformers import cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
-from ...deterministic import Blocks
 from ...weights.text import text_config
 from .chosen_keys import (
     BlockLayer,
@@ -108,7 +107,7 @@ def new_layers(
     if is_fixed:
         _note_first_allocations(layers)
     if shard.blocks.size:
-        _check_blocks(shard.blocks, layers)
+        _check_blocks(shard, layers)
     return layers
 
 
@@ -118,16 +117,16 @@ def config_of_layer(config: PreTrainedConfig, number: int) -> Any:
     return config if layers is None else layers[number]
 
 
-def _check_blocks(blocks: Blocks, layers: list[Any]) -> None:
+def _check_blocks(shard: Shard, layers: list[Any]) -> None:
     """Refuses layers whose attention depends on more than the blocks."""
     if any(map(has_index, layers)):
-        raise blocks.refusal("TreeCache", "is not supported with an index that chooses keys")
+        raise shard.blocks.refusal("TreeCache", "is not supported with an index that chooses keys")
     # A matrix product that makes keys of latents may round otherwise for another number of rows.
     if any(isinstance(layer, LatentLayer) for layer in layers):
-        raise blocks.refusal("TreeCache", "is not supported with latent attention")
+        raise shard.blocks.refusal("TreeCache", "is not supported with latent attention")
     for layer in layers:
         if isinstance(layer, WindowLayer):
-            raise blocks.refusal(
+            raise shard.blocks.refusal(
                 "TreeCache",
                 f"needs a max_length, as the model has layers with a sliding window of "
                 f"{layer.window}, got max_length=None",

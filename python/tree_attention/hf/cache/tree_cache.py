@@ -196,7 +196,7 @@ class TreeCache(StateCache):
         Raises:
             TypeError, ValueError: `batch` is no such integer; this cache holds no tokens, several
                 sequences, or a part of a forward pass, was made by `share`, or has a max_length or
-                blocks of `deterministic`.
+                attention that is cut at blocks.
 
         For example::
 
