@@ -20,7 +20,7 @@
 #include "cpu/kernels.h"
 #include "cpu/merge_rows.h"
 #include "cpu/parallel.h"
-#include "cpu/shares.h"
+#include "cpu/work_queue.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -297,10 +297,10 @@ void lean_decode(const DecodeParams& params) {
   if (num_workers == 1) {
     launch.run(0);
   } else {
-    Shares shares(num_workers, std::min<int64_t>(num_workers, at::get_num_threads()));
-    parallel_for(0, shares.num_threads(), 1, [&](int64_t begin, int64_t end) {
+    WorkQueue queue(num_workers, std::min<int64_t>(num_workers, at::get_num_threads()));
+    parallel_for(0, queue.num_threads(), 1, [&](int64_t begin, int64_t end) {
       for (int64_t thread = begin; thread < end; ++thread) {
-        shares.run(thread, [&](int64_t worker) { launch.run(worker); });
+        queue.run(thread, [&](int64_t worker) { launch.run(worker); });
       }
     });
   }

@@ -12,34 +12,34 @@
 
 namespace tree_attention::cpu {
 
-class Shares {
+class WorkQueue {
  public:
-  Shares(int64_t num_workers, int64_t num_threads) : shares_(num_threads) {
+  WorkQueue(int64_t num_workers, int64_t num_threads) : runs_(num_threads) {
     for (int64_t thread = 0; thread < num_threads; ++thread) {
-      shares_[thread].next = thread * num_workers / num_threads;
-      shares_[thread].end = (thread + 1) * num_workers / num_threads;
+      runs_[thread].next = thread * num_workers / num_threads;
+      runs_[thread].end = (thread + 1) * num_workers / num_threads;
     }
   }
 
-  int64_t num_threads() const { return static_cast<int64_t>(shares_.size()); }
+  int64_t num_threads() const { return static_cast<int64_t>(runs_.size()); }
 
   // Calls body(worker) until no worker is left; over all threads, once for each.
   template <typename Body>
   void run(int64_t thread, const Body& body) {
     for (int64_t i = 0; i < num_threads(); ++i) {
-      Share& share = shares_[(thread + i) % num_threads()];
-      const auto take = [&] { return share.next.fetch_add(1, std::memory_order_relaxed); };
-      for (int64_t worker = take(); worker < share.end; worker = take()) body(worker);
+      Run& run = runs_[(thread + i) % num_threads()];
+      const auto take = [&] { return run.next.fetch_add(1, std::memory_order_relaxed); };
+      for (int64_t worker = take(); worker < run.end; worker = take()) body(worker);
     }
   }
 
  private:
-  struct alignas(64) Share {  // a cache line: no thread writes to another's without need
+  struct alignas(64) Run {  // a cache line: no thread writes to another's without need
     std::atomic<int64_t> next;
     int64_t end;
   };
 
-  std::vector<Share> shares_;
+  std::vector<Run> runs_;
 };
 
 }  // namespace tree_attention::cpu

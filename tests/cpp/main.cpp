@@ -21,7 +21,7 @@ void test_merge_states();
 void test_experts();
 void test_index();
 void test_merge_topk();
-void test_shares();
+void test_work_queue();
 void test_amx_products();
 void test_amx_exceptions();
 void test_amx_fetching();
@@ -53,7 +53,7 @@ int main() {
       {"experts", test_experts},
       {"index", test_index},
       {"merge_topk", test_merge_topk},
-      {"shares", test_shares},
+      {"work queue", test_work_queue},
       {"products of emulated AMX", test_amx_products},
       {"exceptions of emulated AMX", test_amx_exceptions},
       {"fetching of emulated AMX", test_amx_fetching},

@@ -39,7 +39,7 @@ struct FewRows {
 
 namespace tree_attention::cpu {
 constinit const Kernels amx_kernels =
-    Bfloat16Kernels<FewRows, ManyRowsMemory, ManyRowsAttention>::named("amx", Vectors::kAvx512Bf16);
+    Bfloat16Kernels<FewRows, TileRowsMemory, TileRowsAttention>::named("amx", Vectors::kAvx512Bf16);
 }
 
 #endif

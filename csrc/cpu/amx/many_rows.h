@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Many rows in AMX tiles, for bfloat16 queries. A row that does not see every key of a meeting has
-// them masked: their scores become -inf and their weights 0. That is wrong only where a value is
-// not finite, and then the vectors compute the output again.
+// Many rows in AMX tiles, for bfloat16 queries. A row that does not see every key of a block
+// has those masked: their scores become -inf and their weights 0. That is wrong only where a value
+// is not finite, and then the vectors compute the output again.
 #pragma once
 
 #include <immintrin.h>
@@ -26,16 +26,16 @@
 namespace tree_attention::cpu {
 namespace {
 
-struct TileMeeting : Meeting {
+struct TileKeyBlock : KeyBlock {
   const KeyTile* k;
   const uint32_t* v;
   const float *k_scale, *v_scale;  // of the packed keys
   float* scores;
-  int located_steps;  // of the packed keys, in the first meeting with them; else 0
+  int located_steps;  // of the packed keys, for the first rows that see them; else 0
 };
 
-// Four tile products, which is what the matrix unit is given between two beats: calls of beat(), in
-// which the vector units have work of their own.
+// Four tile products: what the matrix unit is given between two calls of next_slice(), in which the
+// vector units do a slice of their own work.
 inline void multiply_tiles() {
   _tile_dpbf16ps(0, 4, 6);
   _tile_dpbf16ps(1, 4, 7);
@@ -44,15 +44,15 @@ inline void multiply_tiles() {
 }
 
 template <typename T>
-class ManyRowsAttention {
+class TileRowsAttention {
  public:
-  ManyRowsAttention(const DecodeParams& p, const Rows& rows, KeyRange range, void* workspace)
+  TileRowsAttention(const DecodeParams& p, const Rows& rows, KeyRange range, void* workspace)
       : p_(p),
         rows_(rows),
         keys_(p, rows),
         range_(range),
         m_(p, rows.count, workspace),
-        num_rows_(ManyRowsMemory::padded_rows(rows.count)),
+        num_rows_(TileRowsMemory::padded_rows(rows.count)),
         adjusted_(p.softcap != 0.0f || p.alibi_slopes != nullptr || !(score_scale(p) > 0.0f)),
         scale_(adjusted_ ? 1.0f : score_scale(p)),
         ahead_(0, values_are_in_keys<T>(p) ? 0 : p.head_dim_v) {}
@@ -121,15 +121,15 @@ class ManyRowsAttention {
     if (++pack_step_ == packed_->located_steps) packed_ = nullptr;
   }
 
-  // Blocks of rows meet the packed keys one after another. Three meetings are under way: the scores
-  // of the next one and the values of the one before are multiplied while this one's weights are
-  // computed. The first meeting's scores have brought the keys into the second-level cache, and in
+  // Blocks of rows attend to the packed keys one after another. Three are under way: the scores of
+  // the next one and the values of the one before are multiplied while this one's weights are
+  // computed. The first one's scores have brought the keys into the second-level cache, and in
   // latent attention the values with them, which are packed then.
   void attend_keys() {
-    TileMeeting meetings[3];
-    const TileMeeting *previous = nullptr, *current = nullptr;
+    TileKeyBlock key_blocks[3];
+    const TileKeyBlock *previous = nullptr, *current = nullptr;
     int64_t count = 0;
-    const int64_t num_beats =
+    const int64_t num_slices =
         num_rows_ / kBlockRows * kPackedSteps * (p_.head_dim + 2 * p_.head_dim_v) / kTilePair;
     int num_steps = locate_packed(0);
     for (int64_t key = 0; key < num_keys(); key += kPackedKeys) {
@@ -138,12 +138,12 @@ class ManyRowsAttention {
       const int located_steps = num_steps;
       num_steps = left > kPackedKeys ? locate_packed(key + kPackedKeys) : 0;
       ahead_.begin(steps_of(key + kPackedKeys), num_steps);
-      lines_per_beat_ = (ahead_.lines() + num_beats - 1) / num_beats;
+      lines_per_slice_ = (ahead_.lines() + num_slices - 1) / num_slices;
       bool is_first = true;
       for (int64_t row = 0; row < num_rows_; row += kBlockRows) {
-        TileMeeting& next = meetings[count % 3];
-        const int64_t met = left < kPackedKeys ? left : kPackedKeys;
-        if (!meet(m_, row, kBlockRows, key, met, next)) continue;
+        TileKeyBlock& next = key_blocks[count % 3];
+        const int64_t num_packed = left < kPackedKeys ? left : kPackedKeys;
+        if (!find_visible_keys(m_, row, kBlockRows, key, num_packed, next)) continue;
         next.k = tiles_[place];
         next.v = m_.v + place * kPackedKeys * p_.head_dim_v / 2;
         next.k_scale = m_.k_scale + place * kPackedKeys;
@@ -161,9 +161,10 @@ class ManyRowsAttention {
     advance(current, nullptr, nullptr);
   }
 
-  void advance(const TileMeeting* previous, const TileMeeting* current, const TileMeeting* next) {
-    int64_t beats = (previous == nullptr ? 0 : value_beats(*previous)) +
-                    (next == nullptr ? 0 : score_beats(*next));
+  void advance(const TileKeyBlock* previous, const TileKeyBlock* current,
+               const TileKeyBlock* next) {
+    int64_t slices = (previous == nullptr ? 0 : value_slices(*previous)) +
+                     (next == nullptr ? 0 : score_slices(*next));
     finish_stores();
     if (previous != nullptr) {
       const int64_t chunk = previous->key / kFlushKeys;
@@ -174,7 +175,7 @@ class ManyRowsAttention {
       if (current != nullptr && previous->row == current->row) {
         // its sums are about to be rescaled
         value_products(*previous, [] {});
-        beats -= value_beats(*previous);
+        slices -= value_slices(*previous);
         previous = nullptr;
         finish_stores();
       }
@@ -189,27 +190,27 @@ class ManyRowsAttention {
               current->located_steps * (p_.head_dim_v / kTilePair) * kPieceCost;
       if (current->located_steps > 0) packed_ = current;
     }
-    beats_ = beats;
-    credit_ = 0;
-    const auto beat = [this] {
-      for (int64_t i = 0; i < lines_per_beat_; ++i) ahead_.fetch();
-      for (credit_ += cost_; credit_ >= beats_;) {
-        credit_ -= work() * beats_;
+    slices_ = slices;
+    budget_ = 0;
+    const auto next_slice = [this] {
+      for (int64_t i = 0; i < lines_per_slice_; ++i) ahead_.fetch();
+      for (budget_ += cost_; budget_ >= slices_;) {
+        budget_ -= work() * slices_;
       }
     };
-    if (previous != nullptr) value_products(*previous, beat);
-    if (next != nullptr) score_products(*next, beat);
+    if (previous != nullptr) value_products(*previous, next_slice);
+    if (next != nullptr) score_products(*next, next_slice);
     while (work() != kNothingLeft) {
     }
     finish_stores();
   }
 
-  template <typename Beat>
-  void score_products(const TileMeeting& meeting, const Beat& beat) const {
+  template <typename NextSlice>
+  void score_products(const TileKeyBlock& key_block, const NextSlice& next_slice) const {
     const int64_t head_dim = p_.head_dim;
-    const uint32_t* block = m_.q + meeting.row * head_dim / 2;
-    for (int step = meeting.first_step; step < meeting.last_step; ++step) {
-      const KeyTile first = meeting.k[2 * step], second = meeting.k[2 * step + 1];
+    const uint32_t* block = m_.q + key_block.row * head_dim / 2;
+    for (int step = key_block.first_step; step < key_block.last_step; ++step) {
+      const KeyTile first = key_block.k[2 * step], second = key_block.k[2 * step + 1];
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
@@ -221,9 +222,9 @@ class ManyRowsAttention {
         _tile_loadd(6, q, 64);
         _tile_loadd(7, q + head_dim * kTileRows / 2, 64);
         multiply_tiles();
-        beat();
+        next_slice();
       }
-      float* scores = meeting.scores + step * kStepKeys * kTileRows;
+      float* scores = key_block.scores + step * kStepKeys * kTileRows;
       _tile_stored(0, scores, 64);
       _tile_stored(1, scores + kPackedKeys * kTileRows, 64);
       _tile_stored(2, scores + kTileWords, 64);
@@ -231,20 +232,20 @@ class ManyRowsAttention {
     }
   }
 
-  template <typename Beat>
-  void value_products(const TileMeeting& meeting, const Beat& beat) const {
+  template <typename NextSlice>
+  void value_products(const TileKeyBlock& key_block, const NextSlice& next_slice) const {
     const int64_t head_dim = p_.head_dim_v;
     const int64_t block = head_dim * kTileRows;  // of acc
     for (int64_t d = 0; d < head_dim; d += kTilePair) {
-      float* acc = m_.acc + meeting.row * head_dim + d * kTileRows;
+      float* acc = m_.acc + key_block.row * head_dim + d * kTileRows;
       _tile_loadd(0, acc, 64);
       _tile_loadd(1, acc + block, 64);
       _tile_loadd(2, acc + kTileWords, 64);
       _tile_loadd(3, acc + block + kTileWords, 64);
       const float* next_acc = acc + 2 * kTileWords;
-      for (int step = meeting.first_step; step < meeting.last_step; ++step) {
-        const uint32_t* v = meeting.v + (d / kTilePair * kPackedSteps + step) * 2 * kTileWords;
-        const float* weights = meeting.scores + step * kStepKeys * kTileRows;
+      for (int step = key_block.first_step; step < key_block.last_step; ++step) {
+        const uint32_t* v = key_block.v + (d / kTilePair * kPackedSteps + step) * 2 * kTileWords;
+        const float* weights = key_block.scores + step * kStepKeys * kTileRows;
         constexpr int kLines = 2 * kTileRows / kPackedSteps;
         for (int i = 0; i < kLines; ++i, next_acc += kLineBytes / sizeof(float)) {
           __builtin_prefetch(next_acc);
@@ -257,7 +258,7 @@ class ManyRowsAttention {
           _tile_loadd(6, weights, 128);
           _tile_loadd(7, weights + kPackedKeys * kTileRows, 128);
           multiply_tiles();
-          beat();
+          next_slice();
         }
       }
       _tile_stored(0, acc, 64);
@@ -267,16 +268,16 @@ class ManyRowsAttention {
     }
   }
 
-  // The beats of the products of a meeting's scores, and of its values.
-  int64_t score_beats(const TileMeeting& meeting) const {
-    return meeting.num_steps() * (p_.head_dim / kTilePair);
+  // The slices in which a block's scores are multiplied, and its values.
+  int64_t score_slices(const TileKeyBlock& key_block) const {
+    return key_block.num_steps() * (p_.head_dim / kTilePair);
   }
-  int64_t value_beats(const TileMeeting& meeting) const {
-    return int64_t{2} * meeting.num_steps() * (p_.head_dim_v / kTilePair);
+  int64_t value_slices(const TileKeyBlock& key_block) const {
+    return int64_t{2} * key_block.num_steps() * (p_.head_dim_v / kTilePair);
   }
 
   // Does the next piece of what the vector units have to do and returns its cost, more than all the
-  // credit of an advance if nothing is left.
+  // budget of an advance if nothing is left.
   __attribute__((noinline)) int64_t work() {
     if (weighed_ != nullptr) {
       weigh_group();
@@ -289,21 +290,21 @@ class ManyRowsAttention {
 
   // Scores to weights: kGroupKeys keys of a tile of rows.
   void weigh_group() {
-    const TileMeeting& meeting = *weighed_;
-    const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
-    const int64_t row = meeting.row + weighed_tile_ * kTileRows;
-    float* scores = meeting.scores + weighed_tile_ * kPackedKeys * kTileRows;
+    const TileKeyBlock& key_block = *weighed_;
+    const int first = key_block.first_step * kStepKeys, last = key_block.last_step * kStepKeys;
+    const int64_t row = key_block.row + weighed_tile_ * kTileRows;
+    float* scores = key_block.scores + weighed_tile_ * kPackedKeys * kTileRows;
     if (weighed_key_ == first) {
       if constexpr (kIsScaled<T>) {
         for (int key = first; key < last; ++key) {
           float* of_key = scores + key * kTileRows;
-          store(of_key, mul(load(of_key), broadcast(meeting.k_scale[key])));
+          store(of_key, mul(load(of_key), broadcast(key_block.k_scale[key])));
         }
       }
-      if (adjusted_) adjust(meeting, row, scores);
-      if (meeting.masked) mask_scores(m_, meeting, row, scores, kTileRows);
-      too_large_ |= !follow_scores(p_, m_, meeting, row, scores, broadcast(scale_),
-                                   m_.acc + row * p_.head_dim_v, kTileRows);
+      if (adjusted_) adjust(key_block, row, scores);
+      if (key_block.masked) mask_scores(m_, key_block, row, scores, kTileRows);
+      too_large_ |= !raise_base(p_, m_, key_block, row, scores, broadcast(scale_),
+                                m_.acc + row * p_.head_dim_v, kTileRows);
       store(sums_, zero());
       store(sums_ + kLanes, zero());
     }
@@ -317,8 +318,8 @@ class ManyRowsAttention {
       sums[0] = add(sums[0], a);
       sums[1] = add(sums[1], b);
       if constexpr (kIsScaled<T>) {
-        a = mul(a, broadcast(meeting.v_scale[weighed_key_ + i]));
-        b = mul(b, broadcast(meeting.v_scale[weighed_key_ + i + 1]));
+        a = mul(a, broadcast(key_block.v_scale[weighed_key_ + i]));
+        b = mul(b, broadcast(key_block.v_scale[weighed_key_ + i + 1]));
       }
       store_weight_pairs<2>(a, b, pair, kTileRows);
     }
@@ -331,10 +332,10 @@ class ManyRowsAttention {
     if (++weighed_tile_ == 2) weighed_ = nullptr;
   }
 
-  void adjust(const TileMeeting& meeting, int64_t row, float* scores) const {
+  void adjust(const TileKeyBlock& key_block, int64_t row, float* scores) const {
     const int64_t last_row = row + kTileRows < rows_.count ? row + kTileRows : rows_.count;
-    for (int step = meeting.first_step; step < meeting.last_step; ++step) {
-      const int64_t key = range_.begin + meeting.key + step * kStepKeys;
+    for (int step = key_block.first_step; step < key_block.last_step; ++step) {
+      const int64_t key = range_.begin + key_block.key + step * kStepKeys;
       const int64_t count = end_of_step(key, range_.end) - key;
       adjust_columns<kTileRows>(p_, rows_, row, last_row, key, static_cast<int>(count),
                                 scores + step * kStepKeys * kTileRows);
@@ -369,12 +370,12 @@ class ManyRowsAttention {
   const Rows& rows_;
   const Keys<T> keys_;
   const KeyRange range_;
-  const ManyRowsMemory m_;
+  const TileRowsMemory m_;
   const int64_t num_rows_;
   const bool adjusted_;
   const float scale_;
-  FarPrefetch<T> ahead_;        // of the values of the keys after these
-  int64_t lines_per_beat_ = 0;  // which it fetches
+  FarPrefetch<T> ahead_;         // of the values of the keys after these
+  int64_t lines_per_slice_ = 0;  // which it fetches
   bool too_large_ = false;
 
   static constexpr int kLocated = 3;  // the next keys, those in use, and those to be packed
@@ -386,8 +387,8 @@ class ManyRowsAttention {
   static constexpr int kGroupKeys = 8;      // weighed at a time
   static constexpr int64_t kPieceCost = 3;  // of packing a piece, in groups of keys
   static constexpr int64_t kNothingLeft = 1 << 30;
-  const TileMeeting *weighed_ = nullptr, *packed_ = nullptr;
-  int64_t weighed_tile_ = 0, pack_d_ = 0, cost_ = 0, beats_ = 0, credit_ = 0;
+  const TileKeyBlock *weighed_ = nullptr, *packed_ = nullptr;
+  int64_t weighed_tile_ = 0, pack_d_ = 0, cost_ = 0, slices_ = 0, budget_ = 0;
   int weighed_key_ = 0, pack_step_ = 0;
   alignas(64) float sums_[2 * kLanes];
 };

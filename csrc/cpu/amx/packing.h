@@ -91,7 +91,7 @@ inline void pack_values(const Step<T>& step, int64_t head_dim, Prefetch& next, u
   }
 }
 
-// 32 dims of the values of a step as two tiles of ManyRowsMemory::v.
+// 32 dims of the values of a step as two tiles of TileRowsMemory::v.
 template <typename T>
 inline void pack_transposed_values(const Step<T>& step, int64_t d, uint32_t* tiles) {
   __m512i even[kTileRows], odd[kTileRows];

@@ -134,11 +134,11 @@ struct FewRowsMemory {
 };
 
 constexpr int kPlaces = 2;  // of packed keys: those whose scores and those whose values are in use
-constexpr int kBlockRows = 2 * kTileRows;                 // rows that meet them at a time
+constexpr int kBlockRows = 2 * kTileRows;                 // rows that attend to them at a time
 constexpr int kScoreWords = 2 * kPackedKeys * kTileRows;  // of a block of rows
 constexpr int kFewestManyRows = 64;  // with fewer, packing keys costs more than it saves
 
-struct ManyRowsMemory {
+struct TileRowsMemory {
   uint32_t* q;  // [row tiles, head_dim / 32, 16 pairs of dims, 16 rows]
   BFloat16* k;  // [kPlaces, kPackedKeys, head_dim]: those that are not used where they lie
   uint32_t* v;  // [kPlaces, head_dim_v / 32, steps, 2 tiles of 16 dims, 16 pairs of keys]
@@ -152,7 +152,7 @@ struct ManyRowsMemory {
   int32_t *begin, *end;  // [rows], the keys that a row sees, counted from the first one of the call
   size_t num_bytes;
 
-  static bool suits(const DecodeParams& p) {
+  static bool supports(const DecodeParams& p) {
     return p.dtype == DataType::kBFloat16 && p.head_dim % kTilePair == 0 &&
            p.head_dim_v % kTilePair == 0 && int64_t{p.group_size()} * p.seqlen_q >= kFewestManyRows;
   }
@@ -160,10 +160,10 @@ struct ManyRowsMemory {
     return (num_rows + kBlockRows - 1) / kBlockRows * kBlockRows;
   }
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
-    return ManyRowsMemory(p, num_rows, nullptr).num_bytes;
+    return TileRowsMemory(p, num_rows, nullptr).num_bytes;
   }
 
-  ManyRowsMemory(const DecodeParams& p, int64_t num_rows, void* memory) {
+  TileRowsMemory(const DecodeParams& p, int64_t num_rows, void* memory) {
     num_rows = padded_rows(num_rows);
     Arrays arrays(memory);
     arrays.take(q, num_rows * p.head_dim / 2);

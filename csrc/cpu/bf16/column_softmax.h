@@ -3,11 +3,11 @@
 // The softmax of many rows, whose lanes are rows from the first product to the last, so that
 // nothing is shuffled between them:
 //   S^T [keys, rows] = K Q^T,   P^T = 2^(S^T - base),   O^T [dims, rows] += V^T P^T.
-// Keys are taken kPackedKeys at a time, and meet the rows of the output in blocks. AMX and products
-// of pairs differ in the two products and in their memory; both keep of each row, in arrays of
-// their memory `m`: `sum` of all weights, `base` (an integer: weights are 2^(score - base)),
-// `total_base` (base at the last flush), and `begin` and `end` of the keys that it sees, counted
-// from the first one of the call.
+// Keys are taken kPackedKeys at a time, and the rows of the output attend to them in blocks. AMX
+// and products of pairs differ in the two products and in their memory; both keep of each row, in
+// arrays of their memory `m`: `sum` of all weights, `base` (an integer: weights are 2^(score -
+// base)), `total_base` (base at the last flush), and `begin` and `end` of the keys that it sees,
+// counted from the first one of the call.
 #pragma once
 
 #include <immintrin.h>
@@ -19,8 +19,8 @@
 #include "common/decode_params.h"
 #include "common/rows.h"
 #include "cpu/bf16/pairs.h"
+#include "cpu/vector/key_blocks.h"
 #include "cpu/vector/keys.h"
-#include "cpu/vector/meetings.h"
 #include "cpu/vector/simd.h"
 #include "cpu/vector/softmax.h"
 
@@ -79,12 +79,12 @@ inline void store_weight_pairs(Vec a, Vec b, float* out, int64_t stride) {
 
 // Scores of keys that a row does not see become -inf.
 template <typename Memory>
-inline void mask_scores(const Memory& m, const Meeting& meeting, int64_t row, float* scores,
+inline void mask_scores(const Memory& m, const KeyBlock& key_block, int64_t row, float* scores,
                         int64_t stride) {
   const __m512i begin = _mm512_loadu_si512(m.begin + row), end = _mm512_loadu_si512(m.end + row);
   const Vec nothing = broadcast(-INFINITY);
-  for (int i = meeting.first_step * kStepKeys; i < meeting.last_step * kStepKeys; ++i) {
-    const __m512i key = _mm512_set1_epi32(static_cast<int>(meeting.key + i));
+  for (int i = key_block.first_step * kStepKeys; i < key_block.last_step * kStepKeys; ++i) {
+    const __m512i key = _mm512_set1_epi32(static_cast<int>(key_block.key + i));
     const __mmask16 seen = _mm512_cmple_epi32_mask(begin, key) & _mm512_cmplt_epi32_mask(key, end);
     float* score = scores + i * stride;
     store(score, _mm512_mask_mov_ps(nothing, seen, load(score)));
@@ -101,9 +101,9 @@ inline void add_to_sums(double* sum, Vec x) {
 // Raises the bases of rows whose largest scores exceed them by too much. False if a score is too
 // large for that.
 template <typename Memory>
-inline bool follow_scores(const DecodeParams& p, const Memory& m, const Meeting& meeting,
-                          int64_t row, const float* scores, Vec scale, float* acc, int64_t stride) {
-  const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
+inline bool raise_base(const DecodeParams& p, const Memory& m, const KeyBlock& key_block,
+                       int64_t row, const float* scores, Vec scale, float* acc, int64_t stride) {
+  const int first = key_block.first_step * kStepKeys, last = key_block.last_step * kStepKeys;
   Vec largest[4];
   for (int i = 0; i < 4; ++i) largest[i] = load(scores + (first + i) * stride);
   for (int key = first + 4; key < last; key += 4) {

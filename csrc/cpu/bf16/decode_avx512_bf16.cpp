@@ -33,7 +33,7 @@ struct FewRows {
 
 namespace tree_attention::cpu {
 constinit const Kernels avx512_bf16_kernels =
-    Bfloat16Kernels<FewRows, ManyRowsMemory, ManyRowsAttention>::named("avx512_bf16",
+    Bfloat16Kernels<FewRows, PairRowsMemory, PairRowsAttention>::named("avx512_bf16",
                                                                        Vectors::kAvx512Bf16);
 }
 

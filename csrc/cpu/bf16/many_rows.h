@@ -24,14 +24,14 @@
 namespace tree_attention::cpu {
 namespace {
 
-constexpr int kBlockVectors = 4;  // vectors of rows that meet packed keys at a time
+constexpr int kBlockVectors = 4;  // vectors of rows that attend to packed keys at a time
 constexpr int kBlockRows = kBlockVectors * kLanes;
 constexpr int kFewestManyRows = 12;  // with fewer, empty lanes cost more than they save
 // Words between the packed pairs of keys, whose lines would share a few sets of the cache.
 constexpr int kPaddingWords = 16;
 
 // Memory of one call. The rows of a block are `width` lanes wide: kBlockRows, or less in the last.
-struct ManyRowsMemory {
+struct PairRowsMemory {
   uint32_t* q;               // [blocks, head_dim / 2, width]: pairs of dims
   BFloat16* k;               // [kPackedKeys, head_dim], of keys of 8 bits
   uint32_t* v;               // [kPackedKeys / 2, head_dim_v + kPaddingWords]: pairs of keys
@@ -42,7 +42,7 @@ struct ManyRowsMemory {
   float *base, *total_base;
   int32_t *begin, *end;
 
-  static bool suits(const DecodeParams& p) {
+  static bool supports(const DecodeParams& p) {
     return p.dtype == DataType::kBFloat16 && p.head_dim % kPair == 0 && p.head_dim_v % kPair == 0 &&
            int64_t{p.group_size()} * p.seqlen_q >= kFewestManyRows;
   }
@@ -53,7 +53,7 @@ struct ManyRowsMemory {
            kPackedKeys * (k_words * 4 + (p.head_dim_v + kPaddingWords) * 2 + 2 * 4) +
            kPackedKeys * kBlockRows * 4;
   }
-  ManyRowsMemory(const DecodeParams& p, int64_t num_rows, void* memory) {
+  PairRowsMemory(const DecodeParams& p, int64_t num_rows, void* memory) {
     num_rows = padded_rows(num_rows);
     char* free = static_cast<char*>(memory);
     const auto take = [&]<typename T>(T*& array, int64_t size) {
@@ -136,19 +136,19 @@ inline void add_values(const uint32_t* v, int64_t v_stride, const float* weights
   }
 }
 
-// A row that does not see every key of a meeting has them masked: their scores become -inf and
+// A row that does not see every key of a block has those masked: their scores become -inf and
 // their weights 0. That is wrong only where a value is not finite, and then the output is computed
 // again.
 template <typename T>
-class ManyRowsAttention {
+class PairRowsAttention {
  public:
-  ManyRowsAttention(const DecodeParams& p, const Rows& rows, KeyRange range, void* workspace)
+  PairRowsAttention(const DecodeParams& p, const Rows& rows, KeyRange range, void* workspace)
       : p_(p),
         rows_(rows),
         keys_(p, rows),
         range_(range),
         m_(p, rows.count, workspace),
-        num_rows_(ManyRowsMemory::padded_rows(rows.count)),
+        num_rows_(PairRowsMemory::padded_rows(rows.count)),
         v_stride_(p.head_dim_v + kPaddingWords),
         adjusted_(p.softcap != 0.0f || p.alibi_slopes != nullptr || !(score_scale(p) > 0.0f)),
         scale_(adjusted_ ? 1.0f : score_scale(p)) {}
@@ -233,10 +233,11 @@ class ManyRowsAttention {
     auto nothing = [] {};
     bool is_first = true;
     for (int64_t row = 0; row < num_rows_; row += kBlockRows) {
-      Meeting meeting;
-      const int64_t met = left < kPackedKeys ? left : kPackedKeys;
-      if (!meet(m_, row, vectors_of(row) * kLanes, key, met, meeting)) continue;
-      is_first ? attend_block(meeting, ahead) : attend_block(meeting, nothing);
+      KeyBlock key_block;
+      const int64_t num_packed = left < kPackedKeys ? left : kPackedKeys;
+      if (!find_visible_keys(m_, row, vectors_of(row) * kLanes, key, num_packed, key_block))
+        continue;
+      is_first ? attend_block(key_block, ahead) : attend_block(key_block, nothing);
       is_first = false;
     }
   }
@@ -279,15 +280,15 @@ class ManyRowsAttention {
   }
 
   template <typename Prefetch>
-  void attend_block(const Meeting& meeting, Prefetch& ahead) {
+  void attend_block(const KeyBlock& key_block, Prefetch& ahead) {
     const auto with_vectors = [&]<int kVectors>() {
       if (weights_need_two_terms(p_)) {
-        attend_vectors_of<kVectors, 2>(meeting, ahead);
+        attend_vectors_of<kVectors, 2>(key_block, ahead);
       } else {
-        attend_vectors_of<kVectors, 1>(meeting, ahead);
+        attend_vectors_of<kVectors, 1>(key_block, ahead);
       }
     };
-    switch (vectors_of(meeting.row)) {
+    switch (vectors_of(key_block.row)) {
       case 1:
         return with_vectors.template operator()<1>();
       case 2:
@@ -300,20 +301,20 @@ class ManyRowsAttention {
   }
 
   template <int kVectors, int kTerms, typename Prefetch>
-  __attribute__((noinline)) void attend_vectors_of(const Meeting& meeting, Prefetch& ahead) {
+  __attribute__((noinline)) void attend_vectors_of(const KeyBlock& key_block, Prefetch& ahead) {
     // 16 sums in registers, 12 of three vectors.
     constexpr int kKeys = kVectors <= 2 ? 8 : 4, kDims = kVectors == 3 ? 4 : 16 / kVectors;
     constexpr int kWidth = kVectors * kLanes;
-    const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
-    const uint32_t* q = m_.q + meeting.row * p_.head_dim / 2;
+    const int first = key_block.first_step * kStepKeys, last = key_block.last_step * kStepKeys;
+    const uint32_t* q = m_.q + key_block.row * p_.head_dim / 2;
     for (int key = first; key < last; key += kKeys) {
       score_keys<kKeys, kVectors>(packed_k_ + key, q, p_.head_dim, m_.scores + key * kWidth, ahead);
     }
     for (int i = 0; i < kVectors; ++i) {
-      weigh_rows<kWidth, kTerms>(meeting, meeting.row + i * kLanes, m_.scores + i * kLanes);
+      weigh_rows<kWidth, kTerms>(key_block, key_block.row + i * kLanes, m_.scores + i * kLanes);
     }
     const uint32_t* v = m_.v + first / 2 * v_stride_;
-    float* acc = m_.acc + meeting.row * p_.head_dim_v;
+    float* acc = m_.acc + key_block.row * p_.head_dim_v;
     for (int64_t d = 0; d < p_.head_dim_v; d += kDims) {
       add_values<kDims, kVectors, kTerms>(v + d, v_stride_, m_.scores + first * kWidth,
                                           (last - first) / 2, acc + d * kWidth, ahead);
@@ -322,18 +323,18 @@ class ManyRowsAttention {
 
   // Scores of a vector of rows, kWidth apart, to weights in pairs of keys.
   template <int kWidth, int kTerms>
-  void weigh_rows(const Meeting& meeting, int64_t row, float* scores) {
-    const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
+  void weigh_rows(const KeyBlock& key_block, int64_t row, float* scores) {
+    const int first = key_block.first_step * kStepKeys, last = key_block.last_step * kStepKeys;
     if constexpr (kIsScaled<T>) {
       for (int key = first; key < last; ++key) {
         float* of_key = scores + key * kWidth;
         store(of_key, mul(load(of_key), broadcast(m_.k_scale[key])));
       }
     }
-    if (adjusted_) adjust<kWidth>(meeting, row, scores);
-    if (meeting.masked) mask_scores(m_, meeting, row, scores, kWidth);
+    if (adjusted_) adjust<kWidth>(key_block, row, scores);
+    if (key_block.masked) mask_scores(m_, key_block, row, scores, kWidth);
     const Vec scale = broadcast(scale_);
-    too_large_ |= !follow_scores(p_, m_, meeting, row, scores, scale, sums_of(m_.acc, row), kWidth);
+    too_large_ |= !raise_base(p_, m_, key_block, row, scores, scale, sums_of(m_.acc, row), kWidth);
     const Vec offset = sub(broadcast(kRoundToInteger), load(m_.base + row));
     Vec sums[2] = {zero(), zero()};
     for (int key = first; key < last; key += 2) {
@@ -352,10 +353,10 @@ class ManyRowsAttention {
   }
 
   template <int kWidth>
-  void adjust(const Meeting& meeting, int64_t row, float* scores) const {
+  void adjust(const KeyBlock& key_block, int64_t row, float* scores) const {
     const int64_t last_row = row + kLanes < rows_.count ? row + kLanes : rows_.count;
-    for (int step = meeting.first_step; step < meeting.last_step; ++step) {
-      const int64_t key = range_.begin + meeting.key + step * kStepKeys;
+    for (int step = key_block.first_step; step < key_block.last_step; ++step) {
+      const int64_t key = range_.begin + key_block.key + step * kStepKeys;
       const int64_t count = end_of_step(key, range_.end) - key;
       float columns[kStepKeys * kLanes];
       float* of_step = scores + step * kStepKeys * kWidth;
@@ -386,7 +387,7 @@ class ManyRowsAttention {
   const Rows& rows_;
   const Keys<T> keys_;
   const KeyRange range_;
-  const ManyRowsMemory m_;
+  const PairRowsMemory m_;
   const int64_t num_rows_, v_stride_;
   const bool adjusted_;
   const float scale_;

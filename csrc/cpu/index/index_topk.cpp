@@ -14,7 +14,7 @@
 #include "cpu/index/scores.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
-#include "cpu/shares.h"
+#include "cpu/work_queue.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -250,9 +250,9 @@ class Launch {
  private:
   template <typename Body>
   void in_parallel(int64_t tasks, const Body& body) const {
-    Shares shares(tasks, std::min(tasks, cut_.num_threads));
-    parallel_for(0, shares.num_threads(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t thread = begin; thread < end; ++thread) shares.run(thread, body);
+    WorkQueue queue(tasks, std::min(tasks, cut_.num_threads));
+    parallel_for(0, queue.num_threads(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t thread = begin; thread < end; ++thread) queue.run(thread, body);
     });
   }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Many rows, of several query tokens, take keys a few steps at a time, which meet the rows in
-// blocks: which of these keys the rows of a block see. A memory `m` has of each row `begin` and
-// `end`, the keys that it sees, counted from the first one of the call.
+// Many rows, of several query tokens, take keys a few steps at a time, and attend to them
+// in blocks of rows: which of these keys the rows of a block see. A memory `m` has of each row
+// `begin` and `end`, the keys that it sees, counted from the first one of the call.
 #pragma once
 
 #include <cfloat>
@@ -33,8 +33,8 @@ inline void for_parts(const Rows& rows, int64_t size, const Body& body) {
   }
 }
 
-// A block of rows and the packed keys that it meets.
-struct Meeting {
+// The packed keys that a block of rows sees.
+struct KeyBlock {
   int64_t row;                // the first of the block
   int64_t key;                // the first packed one, counted from the first one of the call
   int first_step, last_step;  // of the packed keys: those that some row sees
@@ -70,10 +70,10 @@ inline bool locate_ranges(const DecodeParams& p, const Rows& rows, KeyRange keys
   return seen.begin == keys.begin && seen.end == keys.end;
 }
 
-// Where rows [row, row + num_rows) meet the packed keys [key, key + num_keys), if any of them do.
+// Which of the packed keys [key, key + num_keys) rows [row, row + num_rows) see; false if none.
 template <typename Memory>
-inline bool meet(const Memory& m, int64_t row, int64_t num_rows, int64_t key, int64_t num_keys,
-                 Meeting& meeting) {
+inline bool find_visible_keys(const Memory& m, int64_t row, int64_t num_rows, int64_t key,
+                              int64_t num_keys, KeyBlock& key_block) {
   int32_t first_begin = m.begin[row], last_begin = first_begin;
   int32_t first_end = m.end[row], last_end = first_end;
   bool some = false;
@@ -89,12 +89,12 @@ inline bool meet(const Memory& m, int64_t row, int64_t num_rows, int64_t key, in
   const int64_t begin = first_begin > key ? first_begin - key : 0;
   const int64_t end = last_end < key + num_keys ? last_end - key : num_keys;
   if (!some || begin >= end) return false;
-  meeting.row = row;
-  meeting.key = key;
-  meeting.first_step = static_cast<int>(begin / kStepKeys);
-  meeting.last_step = static_cast<int>((end + kStepKeys - 1) / kStepKeys);
-  meeting.masked = last_begin > key + meeting.first_step * kStepKeys ||
-                   first_end < key + meeting.last_step * kStepKeys;
+  key_block.row = row;
+  key_block.key = key;
+  key_block.first_step = static_cast<int>(begin / kStepKeys);
+  key_block.last_step = static_cast<int>((end + kStepKeys - 1) / kStepKeys);
+  key_block.masked = last_begin > key + key_block.first_step * kStepKeys ||
+                     first_end < key + key_block.last_step * kStepKeys;
   return true;
 }
 

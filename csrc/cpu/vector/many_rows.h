@@ -3,8 +3,8 @@
 // Many rows with float32 products, whose lanes are rows from the first product to the last, so that
 // nothing is summed over lanes:
 //   S^T [keys, rows] = K Q^T,   P^T = 2^(S^T - base),   O^T [dims, rows] += V^T P^T.
-// Keys and values are widened to float32 once for all rows, kMetKeys at a time. An element of them
-// is broadcast from the cache, which takes no instruction of the vector unit.
+// Keys and values are widened to float32 once for all rows, kBlockKeys at a time. An element of
+// them is broadcast from the cache, which takes no instruction of the vector unit.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@
 #include "common/dtype.h"
 #include "common/rows.h"
 #include "cpu/vector/far_prefetch.h"
+#include "cpu/vector/key_blocks.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/many_rows_memory.h"
-#include "cpu/vector/meetings.h"
 #include "cpu/vector/row_state.h"
 #include "cpu/vector/simd.h"
 #include "cpu/vector/simd_math.h"
@@ -24,7 +24,7 @@
 namespace tree_attention::cpu {
 namespace {
 
-// A row that does not see every key of a meeting has them masked: their scores become -inf and
+// A row that does not see every key of a block has those masked: their scores become -inf and
 // their weights 0. That is wrong only where a value is not finite, and then the output is computed
 // again.
 template <typename T>
@@ -57,9 +57,9 @@ class LaneRowsAttention {
     }
     const int64_t num_keys = range_.end - range_.begin;
     locate(0);
-    for (int64_t key = 0; key < num_keys; key += Memory::kMetKeys) {
+    for (int64_t key = 0; key < num_keys; key += Memory::kBlockKeys) {
       if (key > 0 && key % kFlushKeys == 0) flush();
-      attend_keys(key, num_keys - key < Memory::kMetKeys ? num_keys - key : Memory::kMetKeys);
+      attend_keys(key, num_keys - key < Memory::kBlockKeys ? num_keys - key : Memory::kBlockKeys);
     }
     flush();
     return normalise(o, lse);
@@ -112,12 +112,12 @@ class LaneRowsAttention {
     }
   }
 
-  static int place_of(int64_t key) { return static_cast<int>(key / Memory::kMetKeys % 2); }
+  static int place_of(int64_t key) { return static_cast<int>(key / Memory::kBlockKeys % 2); }
 
-  // Finds the keys of the meeting from `key` on.
+  // Finds the addresses of the block of keys from `key` on.
   void locate(int64_t key) {
     int& count = num_steps_[place_of(key)] = 0;
-    for (int64_t begin = range_.begin + key; begin < range_.end && count < Memory::kMetSteps;
+    for (int64_t begin = range_.begin + key; begin < range_.end && count < Memory::kBlockSteps;
          begin += kStepKeys) {
       keys_.locate(begin, end_of_step(begin, range_.end), steps_[place_of(key)][count++]);
     }
@@ -125,7 +125,7 @@ class LaneRowsAttention {
 
   void attend_keys(int64_t key, int64_t count) {
     const int place = place_of(key), next = 1 - place;
-    locate(key + Memory::kMetKeys);
+    locate(key + Memory::kBlockKeys);
     for (int i = 0; i < num_steps_[place]; ++i) widen(steps_[place][i], i * kStepKeys);
     FarPrefetch<T> far(p_.head_dim, p_.head_dim_v);
     far.begin(steps_[next], num_steps_[next]);
@@ -133,44 +133,44 @@ class LaneRowsAttention {
     auto nothing = [] {};
     bool is_first = true;
     for (int64_t row = 0; row < num_rows_; row += Memory::kBlockRows) {
-      Meeting meeting;
-      if (!meet(m_, row, vectors_of(row) * kLanes, key, count, meeting)) continue;
-      is_first ? attend_block(meeting, ahead) : attend_block(meeting, nothing);
+      KeyBlock key_block;
+      if (!find_visible_keys(m_, row, vectors_of(row) * kLanes, key, count, key_block)) continue;
+      is_first ? attend_block(key_block, ahead) : attend_block(key_block, nothing);
       is_first = false;
     }
   }
 
   template <typename Prefetch>
-  void attend_block(const Meeting& meeting, Prefetch& ahead) {
-    switch (vectors_of(meeting.row)) {
+  void attend_block(const KeyBlock& key_block, Prefetch& ahead) {
+    switch (vectors_of(key_block.row)) {
       case 1:
-        return attend_vectors<1>(meeting, ahead);
+        return attend_vectors<1>(key_block, ahead);
       case 2:
-        return attend_vectors<2>(meeting, ahead);
+        return attend_vectors<2>(key_block, ahead);
       case 3:
-        if constexpr (Memory::kBlockVectors > 2) attend_vectors<3>(meeting, ahead);
+        if constexpr (Memory::kBlockVectors > 2) attend_vectors<3>(key_block, ahead);
         return;
       default:
-        if constexpr (Memory::kBlockVectors > 2) attend_vectors<4>(meeting, ahead);
+        if constexpr (Memory::kBlockVectors > 2) attend_vectors<4>(key_block, ahead);
     }
   }
 
   template <int kVectors, typename Prefetch>
-  __attribute__((noinline)) void attend_vectors(const Meeting& meeting, Prefetch& ahead) {
+  __attribute__((noinline)) void attend_vectors(const KeyBlock& key_block, Prefetch& ahead) {
     // 16 sums, or 12 of three vectors; 8 where there are no more registers.
     constexpr int kSums = kLanes == 8 ? 8 : 16, kGroup = kVectors == 3 ? 4 : kSums / kVectors;
     constexpr int kDims = kGroup < kPair ? kGroup : kPair;
     static_assert(kStepKeys % kGroup == 0 && kPair % kDims == 0);
     constexpr int kWidth = kVectors * kLanes;
-    const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
-    const float* q = m_.q + meeting.row * columns_;
+    const int first = key_block.first_step * kStepKeys, last = key_block.last_step * kStepKeys;
+    const float* q = m_.q + key_block.row * columns_;
     for (int key = first; key < last; key += kGroup) {
       score_keys<kGroup, kVectors>(q, key, ahead);
     }
     for (int i = 0; i < kVectors; ++i) {
-      weigh<kWidth>(meeting, meeting.row + i * kLanes, m_.scores + i * kLanes);
+      weigh<kWidth>(key_block, key_block.row + i * kLanes, m_.scores + i * kLanes);
     }
-    float* acc = m_.acc + meeting.row * v_columns_;
+    float* acc = m_.acc + key_block.row * v_columns_;
     for (int64_t d = 0; d < v_columns_; d += kDims) {
       add_values<kDims, kVectors>(first, last, d, acc + d * kWidth, ahead);
     }
@@ -208,7 +208,7 @@ class LaneRowsAttention {
   }
 
   // acc [kDims, kVectors vectors] += the dims from `d` on of values [first, last) times weights.
-  // The sum of a meeting is added as one number: see RowState.
+  // The sum of a block of keys is added as one number: see RowState.
   template <int kDims, int kVectors, typename Prefetch>
   void add_values(int first, int last, int64_t d, float* acc, Prefetch& ahead) {
     const float* v = m_.v + first * v_stride_ + d;
@@ -236,8 +236,8 @@ class LaneRowsAttention {
 
   // Scores of a vector of rows, kWidth apart, to weights.
   template <int kWidth>
-  void weigh(const Meeting& meeting, int64_t row, float* scores) {
-    const int first = meeting.first_step * kStepKeys, last = meeting.last_step * kStepKeys;
+  void weigh(const KeyBlock& key_block, int64_t row, float* scores) {
+    const int first = key_block.first_step * kStepKeys, last = key_block.last_step * kStepKeys;
     if (kIsScaled<T> || p_.softcap != 0.0f) {
       const Vec cap = broadcast(p_.softcap * kLog2E);
       for (int key = first; key < last; ++key) {
@@ -247,13 +247,13 @@ class LaneRowsAttention {
         store(scores + key * kWidth, score);
       }
     }
-    if (meeting.masked) mask(meeting, row, scores, kWidth);
+    if (key_block.masked) mask(key_block, row, scores, kWidth);
     Vec largest[2] = {load(scores + first * kWidth), load(scores + (first + 1) * kWidth)};
     for (int key = first + 2; key < last; key += 2) {
       largest[0] = max_keep_nan(largest[0], load(scores + key * kWidth));
       largest[1] = max_keep_nan(largest[1], load(scores + (key + 1) * kWidth));
     }
-    follow(row, max_keep_nan(largest[0], largest[1]), kWidth);
+    raise_base(row, max_keep_nan(largest[0], largest[1]), kWidth);
     const Vec base = load(m_.base + row);
     Vec sums[2] = {zero(), zero()};
     for (int key = first; key < last; ++key) {
@@ -272,25 +272,25 @@ class LaneRowsAttention {
   }
 
   // Scores of keys that a row does not see become -inf.
-  void mask(const Meeting& meeting, int64_t row, float* scores, int64_t width) const {
-    float begin[kLanes], end[kLanes];  // counted from the first key of the meeting, and exact
+  void mask(const KeyBlock& key_block, int64_t row, float* scores, int64_t width) const {
+    float begin[kLanes], end[kLanes];  // counted from the first key of the block, and exact
     for (int i = 0; i < kLanes; ++i) {
-      begin[i] = place_in_meeting(m_.begin[row + i] - meeting.key);
-      end[i] = place_in_meeting(m_.end[row + i] - meeting.key);
+      begin[i] = place_in_block(m_.begin[row + i] - key_block.key);
+      end[i] = place_in_block(m_.end[row + i] - key_block.key);
     }
     const Vec nothing = broadcast(-INFINITY);
-    for (int key = meeting.first_step * kStepKeys; key < meeting.last_step * kStepKeys; ++key) {
+    for (int key = key_block.first_step * kStepKeys; key < key_block.last_step * kStepKeys; ++key) {
       const float bound = static_cast<float>(key) + 0.5f;
       const Vec begun = select_below(load(begin), bound, load(scores + key * width), nothing);
       store(scores + key * width, select_below(load(end), bound, nothing, begun));
     }
   }
-  static float place_in_meeting(int64_t key) {
-    return static_cast<float>(key < 0 ? 0 : key < Memory::kMetKeys ? key : Memory::kMetKeys);
+  static float place_in_block(int64_t key) {
+    return static_cast<float>(key < 0 ? 0 : key < Memory::kBlockKeys ? key : Memory::kBlockKeys);
   }
 
   // Raises the bases of rows whose largest scores exceed them by too much.
-  void follow(int64_t row, Vec largest, int64_t width) {
+  void raise_base(int64_t row, Vec largest, int64_t width) {
     const Vec base = load(m_.base + row);
     const Vec room = sub(add(base, broadcast(kBaseSlack)), largest);  // below 0: too much
     // NaN is not below 0, and its row is computed again.
@@ -343,7 +343,7 @@ class LaneRowsAttention {
   const KeyRange range_;
   const Memory m_;
   const int64_t num_rows_, columns_, v_columns_, v_stride_;
-  Step<T> steps_[2][Memory::kMetSteps];  // of the keys of this meeting, and of the next
+  Step<T> steps_[2][Memory::kBlockSteps];  // of the keys of this block, and of the next
   int num_steps_[2] = {};
 };
 

@@ -18,27 +18,27 @@ namespace {
 struct LaneRowsMemory {
   static constexpr int kBlockVectors = kLanes == 8 ? 2 : 4;  // AVX2 has 16 registers, others 32
   static constexpr int kBlockRows = kBlockVectors * kLanes;
-  static constexpr int kMetSteps = 2, kMetKeys = kMetSteps * kStepKeys;
+  static constexpr int kBlockSteps = 2, kBlockKeys = kBlockSteps * kStepKeys;
   static constexpr int kFewestRows = 24;  // with fewer, packing and empty lanes cost more
   // Floats between rows of values, whose lines would share a few sets of the cache.
   static constexpr int kPadding = 16;
 
   float* q;                  // [blocks, padded(head_dim), width], scaled by score_scale
-  float* k;                  // [kMetKeys, padded(head_dim)]
-  float* v;                  // [kMetKeys, padded(head_dim_v) + kPadding]
-  float *k_scale, *v_scale;  // [kMetKeys], of keys of 8 bits
-  float* scores;             // [kMetKeys, width], of one block
+  float* k;                  // [kBlockKeys, padded(head_dim)]
+  float* v;                  // [kBlockKeys, padded(head_dim_v) + kPadding]
+  float *k_scale, *v_scale;  // [kBlockKeys], of keys of 8 bits
+  float* scores;             // [kBlockKeys, width], of one block
   float *acc, *total;        // [blocks, padded(head_dim_v), width]: since the last flush, before it
   double* sum;               // [rows], like the others: of all weights
   float *base, *total_base;  // weights are 2^(score - base); base at the last flush
-  int32_t *begin, *end;      // see meetings.h
+  int32_t *begin, *end;      // see key_blocks.h
 
   // ALiBi's distances are of each row and key, and left to few rows at a time.
-  static bool suits(const DecodeParams& p) {
+  static bool supports(const DecodeParams& p) {
     return p.alibi_slopes == nullptr && int64_t{p.group_size()} * p.seqlen_q >= kFewestRows;
   }
-  static bool takes(const DecodeParams& p, const Rows& rows) {
-    return suits(p) && rows.count >= kFewestRows;
+  static bool is_profitable(const DecodeParams& p, const Rows& rows) {
+    return supports(p) && rows.count >= kFewestRows;
   }
   static int64_t whole_vectors(int64_t num_rows) {
     return (num_rows + kLanes - 1) / kLanes * kLanes;
@@ -46,7 +46,7 @@ struct LaneRowsMemory {
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
     const int64_t columns = padded(p.head_dim) + 2 * padded(p.head_dim_v) + 6;
     const int64_t of_key = padded(p.head_dim) + padded(p.head_dim_v) + kPadding + 2 + kBlockRows;
-    return (whole_vectors(num_rows) * columns + kMetKeys * of_key) * sizeof(float);
+    return (whole_vectors(num_rows) * columns + kBlockKeys * of_key) * sizeof(float);
   }
   LaneRowsMemory(const DecodeParams& p, int64_t num_rows, void* memory) {
     num_rows = whole_vectors(num_rows);
@@ -56,11 +56,11 @@ struct LaneRowsMemory {
       free += size * sizeof(T);
     };
     take(q, num_rows * padded(p.head_dim));
-    take(k, kMetKeys * padded(p.head_dim));
-    take(v, kMetKeys * (padded(p.head_dim_v) + kPadding));
-    take(k_scale, kMetKeys);
-    take(v_scale, kMetKeys);
-    take(scores, kMetKeys * kBlockRows);
+    take(k, kBlockKeys * padded(p.head_dim));
+    take(v, kBlockKeys * (padded(p.head_dim_v) + kPadding));
+    take(k_scale, kBlockKeys);
+    take(v_scale, kBlockKeys);
+    take(scores, kBlockKeys * kBlockRows);
     take(acc, num_rows * padded(p.head_dim_v));
     take(total, num_rows * padded(p.head_dim_v));
     take(sum, num_rows);
