@@ -5,14 +5,15 @@
         model.to("cuda").generate(prompt.to("cuda"))
 
 Operations run on the CPU, those of this library as well, and raise where tensors of the device meet
-tensors of the host, as they would on a GPU. Not imitated: streams, and what they leave unordered.
+tensors of the host, as they would on a GPU. What is copied to the host without a wait is there when
+the host has waited for an event after the copy. Not imitated: what else streams leave unordered.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,40 @@ new_tensor = torch.tensor
 
 
 host_may_wait = True  # or no value of the device may come to the host
+on_their_way: list[tuple[Tensor, Tensor]] = []  # to tensors of the host, and what will be in them
+copied: list[tuple[str, int]] | None = None  # "to host" or "to device" and bytes, where counted
+
+
+class Event:
+    """After all that was called before it."""
+
+    def __init__(self) -> None:
+        self.before = list(on_their_way)
+
+    def synchronize(self) -> None:
+        for pair in self.before:
+            if any(pair is other for other in on_their_way):
+                on_their_way[:] = [other for other in on_their_way if other is not pair]
+                pair[0].copy_(pair[1])
+
+
+class Stream:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def wait_stream(self, _: Stream) -> None:
+        pass
+
+    def record_event(self) -> Event:
+        return Event()
+
+
+@contextmanager
+def counted_copies() -> Iterator[list[tuple[str, int]]]:
+    """The copies between host and device."""
+    found: list[tuple[str, int]] = []
+    with mock.patch.object(sys.modules[__name__], "copied", found):
+        yield found
 
 
 def call(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -96,8 +131,11 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     check_devices(function, args, tensors, bool(ours))
     kwargs = {name: x for name, x in kwargs.items() if name != "pin_memory"}
     device = kwargs.get("device")
-    if comes_to_host(function, args, device):
+    is_late = is_asynchronous(function, args, kwargs) and comes_to_host(function, args, device)
+    if comes_to_host(function, args, device) and not is_late:
         check_wait(function)
+    if copied is not None:
+        count_copy(function, args, device)
     if device is not None:
         on_device = is_cuda(device)
         kwargs = kwargs | {"device": CPU if on_device else device}
@@ -106,6 +144,8 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     else:
         on_device = bool(ours)
     args, kwargs = tree_map_only(DeviceTensor, lambda x: x.host, (args, kwargs))
+    if is_late:
+        return copy_later(function, args, kwargs)
     if function is aten._to_copy.default and device is not None:
         kwargs.pop("device")  # or nothing would be copied
         result = args[0].clone().to(**{k: v for k, v in kwargs.items() if k == "dtype"})
@@ -126,6 +166,36 @@ def comes_to_host(function: Any, args: Any, device: Any) -> bool:
     if function is aten._to_copy.default:
         comes = device is not None and not is_cuda(device)
     return comes and isinstance(args[0], DeviceTensor)
+
+
+def is_asynchronous(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    if function is aten.copy_.default:
+        return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+    return function is aten._to_copy.default and bool(kwargs.get("non_blocking"))
+
+
+def copy_later(function: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """A copy to the host that has not come yet: the target has bytes that mean nothing."""
+    if function is aten.copy_.default:
+        target, value = args[0], args[1].clone()
+    else:
+        value = args[0].clone().to(kwargs.get("dtype") or args[0].dtype)
+        target = torch.empty_like(value)
+    if target.is_contiguous():
+        target.view(-1).view(torch.uint8).fill_(255)
+    on_their_way.append((target, value))
+    return target
+
+
+def count_copy(function: Any, args: Any, device: Any) -> None:
+    if function is aten.copy_.default:
+        value, from_, to = args[1], *(isinstance(x, DeviceTensor) for x in (args[1], args[0]))
+    elif function is aten._to_copy.default and device is not None:
+        value, from_, to = args[0], isinstance(args[0], DeviceTensor), is_cuda(device)
+    else:
+        return
+    if from_ != to and copied is not None:
+        copied.append(("to device" if to else "to host", value.numel() * value.element_size()))
 
 
 def check_wait(what: Any) -> None:
@@ -178,6 +248,9 @@ def fake_cuda() -> Iterator[None]:
             mock.patch.object(torch, "tensor", tensor),
             mock.patch.object(torch, "Generator", Generator),
             mock.patch.object(torch.cuda, "get_rng_state", lambda _: torch.get_rng_state()),
+            mock.patch.object(torch.cuda, "Stream", Stream),
+            mock.patch.object(torch.cuda, "current_stream", Stream),
+            mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()),
             torch.no_grad(),
             Factories(),
         ):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from distributed import on_ranks, run_ranks
 from dry_device import leave_device
-from fake_device import DeviceTensor, fake_cuda, host_that_does_not_wait
+from fake_device import DeviceTensor, counted_copies, fake_cuda, host_that_does_not_wait
 from helpers import assert_same_bits, make_problem
 from tree_attention import (
     BlockCyclic,
@@ -58,6 +58,19 @@ def test_the_pretence() -> None:
             assert made.is_cuda
         host.copy_(x)
         x.copy_(host)
+        with counted_copies() as copies:
+            late, expected = x.to("cpu", non_blocking=True), x.tolist()
+            stream = torch.cuda.current_stream()
+            event = stream.record_event()
+            host.zero_().copy_(x, non_blocking=True)
+            x.zero_()
+            assert late.isnan().all() and host.isnan().all()
+            event.synchronize()
+            assert late.tolist() == expected and host.isnan().all()
+            stream.record_event().synchronize()
+            assert host.tolist() == expected
+            x.copy_(host)
+        assert copies == [("to host", 24), ("to host", 24), ("to device", 24)]
 
 
 def decode(rank: int, world_size: int, strategy: str) -> list[Tensor]:
