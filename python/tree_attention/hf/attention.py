@@ -17,6 +17,7 @@ from ..patterns import by_rows, pages_of
 from ..weights.mesh import Mesh
 from ..weights.split import mesh_of, own_heads
 from .cache.chosen_keys import NEEDS_CACHE, BlockChoice, Choice
+from .cache.far import FarLayer
 from .cache.growing import KVShard, TreeCacheLayer, as_autocast
 from .cache.latent import LatentLayer, attend_to_latents
 from .cache.prefix import Prefix
@@ -146,6 +147,8 @@ def _over_shard(
     parts = parts_of(keys, values, local_ranges, keywords, ranges)
     if layer.prefix is not None:
         parts = [*_parts_of_prefix(layer, layer.prefix, keywords, document), *parts]
+    if isinstance(layer, FarLayer):
+        parts += _parts_on_host(layer, keywords, ranges)
     if is_alone:
         return attend_to_parts(query, parts, out_dtype)
     if len(parts) > 1 and shard.blocks.size:
@@ -153,7 +156,8 @@ def _over_shard(
     merging = {"out_dtype": out_dtype, **_merging(shard, is_head_sharded, counts)}
 
     def decode(q: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-        if len(parts) == 1:
+        # Of ranks with far keys some may have none yet, and all make the same call.
+        if len(parts) == 1 and not isinstance(layer, FarLayer):
             (part,) = parts
             return shard.decode(q, part.keys, part.values, part.ranges, **part.options, **merging)
         return all_merge_states(*attend_to_parts(q, parts, torch.float32, out_dtype), **merging)
@@ -193,6 +197,20 @@ def _parts_of_prefix(
         keywords["key_layout"] = place[0].key_layout(place[1])
     parts = parts_of(keys, values, ranges.local(*place), keywords, ranges)
     return [part._replace(is_common=True) for part in parts]
+
+
+def _parts_on_host(layer: FarLayer, keywords: dict[str, Any], ranges: KeyRanges) -> list[Part]:
+    """The keys that are not on the device."""
+    parts: list[Part] = []
+    layout, rank = layer.shard.layout, layer.shard.rank
+    for slot, run in layer.host.until(layer.dropped):
+        keys, values, scales = layer.operands(run.buffers)
+        own = {**keywords, **scales, "page_table": run.table}
+        if "key_layout" in own:
+            first, block, stride = layout.key_layout(rank)
+            own["key_layout"] = first + slot // block * stride, block, stride
+        parts += parts_of(keys, values, ranges.local(layout, rank, slot), own, ranges)
+    return parts
 
 
 def _choice(indices: Any, block_indices: Any, ranges: KeyRanges) -> Choice | None:
@@ -274,10 +292,12 @@ def _check_layer(layer: TreeCacheLayer, ranges: KeyRanges) -> None:
             raise NotImplementedError(f"tree_attention: {HOLE_BESIDE_STATES}")
         if isinstance(layer, WindowLayer):
             layer.check_sees_around(ranges.first)
-    blocks = layer.shard.blocks
-    if blocks.size and current_token_split() is not None:
+    kind = layer.shard.blocks if layer.shard.blocks.size else None
+    if isinstance(layer, FarLayer):
+        kind = "far='cpu'"
+    if kind is not None and current_token_split() is not None:
         raise ValueError(
-            f"tree_attention: a TreeCache with {blocks} needs a model that was enabled with it, or "
+            f"tree_attention: a TreeCache with {kind} needs a model that was enabled with it, or "
             "with prefill='replicated'"
         )
 

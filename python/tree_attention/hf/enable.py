@@ -19,7 +19,7 @@ from ..shares import GivenShares, ModelShares, Shares, is_auto
 from ..weights.mesh import Mesh
 from ..weights.whole import check_model
 from .auto_shares import auto_for_enabled
-from .cache.shard import Shard
+from .cache.far import check_device
 from .cache.tree_cache import TreeCache
 from .check_attention import check_attention
 from .generate import Setup
@@ -154,7 +154,9 @@ def check_enable(
     layout, prompt_shares = _by_shares(layout, shares, place.world_size, mesh, options)
     new_cache = functools.partial(TreeCache, model.config, place, layout, **options)
     cache = new_cache()  # refuses now what every call of generate would refuse
-    chosen = _checked_prefill(prefill, cache.shard, mesh)
+    if cache.has_far_keys and model.device.type != "meta":
+        check_device("enable", model.device)
+    chosen = _checked_prefill(prefill, cache, mesh)
     can_split = check_attention(model, cache, chosen)
     setup = Setup(
         comm,
@@ -162,6 +164,7 @@ def check_enable(
         cache.shard,
         cache.kv_dtype,
         cache.max_length,
+        cache.has_far_keys,
         prefill_chunk_size,
         SynchronizeLogits(logits_comm, options["timeout"]) if synchronize_logits else None,
         chosen,
@@ -243,17 +246,17 @@ def _by_shares(
     return BlockCyclic(world_size, block, found.cache), found.prompt
 
 
-def _checked_prefill(prefill: str, shard: Shard, mesh: Mesh | None) -> str:
+def _checked_prefill(prefill: str, cache: TreeCache, mesh: Mesh | None) -> str:
     if prefill not in _PREFILLS:
         raise ValueError(f"enable: prefill must be one of {', '.join(_PREFILLS)}, got {prefill!r}")
-    if not shard.blocks.size:
+    blocks = cache.shard.blocks
+    if not (blocks.size or cache.has_far_keys):
         return prefill
     if prefill == "split":
-        raise ValueError(
-            f"enable: with {shard.blocks} prefill must be 'auto' or 'replicated', got 'split'"
-        )
-    if mesh is not None:
-        raise shard.blocks.refusal(
+        kind = blocks if blocks.size else "far='cpu'"
+        raise ValueError(f"enable: with {kind} prefill must be 'auto' or 'replicated', got 'split'")
+    if blocks.size and mesh is not None:
+        raise blocks.refusal(
             "enable",
             "needs a model whose weights are whole, as the sums over parts of them depend on the "
             "number of ranks",

@@ -80,6 +80,7 @@ class Setup:
     shard: Shard  # of the caches that it makes, like the next two
     kv_dtype: torch.dtype | None
     max_length: int | None
+    has_far_keys: bool
     prefill_chunk_size: int | None
     synchronize_logits: SynchronizeLogits | None
     prefill: str
@@ -182,10 +183,11 @@ def prepare_cache(
     makes_cache = cache is None and generation_config.use_cache is not False
     num_prompt, num_cached, num_left_out = call.num_prompt, 0, 0
     kv_dtype, max_length = setup.kv_dtype, setup.max_length if makes_cache else None
+    has_far_keys = setup.has_far_keys
     if cache is not None:
         check_given_cache(cache, setup.shard)
         num_cached, kv_dtype = int(cache.get_seq_length()), cache.kv_dtype
-        max_length = cache.max_length
+        max_length, has_far_keys = cache.max_length, cache.has_far_keys
         check_cached_prompt(arguments, num_prompt, num_cached, call.has_whole_text)
         num_left_out = 0 if call.has_whole_text else num_cached
         if num_left_out > 0 and model_kwargs.get("inputs_embeds") is not None:
@@ -210,10 +212,14 @@ def prepare_cache(
             f"tokens need {num_slots} slots; make it larger, or max_new_tokens smaller"
         )
     if setup.comm.world_size > 1:
+        of_cache: Signature = (
+            ("number of cached tokens", num_cached),
+            ("kv_dtype", kv_dtype),
+            ("max_length of the cache", max_length),
+            ("whether keys may be far", has_far_keys),
+        )
         setup.comm.agree(
-            _signature(setup, model, generation_config, num_cached, kv_dtype, max_length),
-            setup.shard.timeout,
-            "generate",
+            _signature(setup, model, generation_config, of_cache), setup.shard.timeout, "generate"
         )
     if makes_cache:
         cache = model_kwargs[CACHE_NAME] = setup.new_cache()
@@ -230,7 +236,8 @@ def prepare_cache(
         num_new = num_left_out + num_prompt - num_cached
         _set_chunk_size(setup, model, generation_config, model_kwargs, num_new, num_cached)
         copies = num_copies(model, generation_config, call.inputs, model_kwargs)
-        if makes_cache and copies > 1 and max_length is None and not setup.shard.blocks.size:
+        is_shareable = max_length is None and not (setup.shard.blocks.size or setup.has_far_keys)
+        if makes_cache and copies > 1 and is_shareable:
             ids, size = call.inputs["input_ids"], generation_config.prefill_chunk_size
             cache = call.cache = read_once(model, cache, ids, copies, size)
             model_kwargs[CACHE_NAME], generation_config.prefill_chunk_size = cache, None
@@ -396,9 +403,7 @@ def _signature(
     setup: Setup,
     model: PreTrainedModel,
     generation_config: GenerationConfig,
-    num_cached: int,
-    kv_dtype: torch.dtype | None,
-    max_length: int | None,
+    of_cache: Signature,
 ) -> Signature:
     """Fields that must be equal on all ranks. Otherwise they would merge states that do not
     belong together, or stop at different tokens."""
@@ -419,9 +424,7 @@ def _signature(
     return (
         ("transformers version", transformers.__version__),
         ("layout", setup.shard.layout),
-        ("number of cached tokens", num_cached),
-        ("kv_dtype", kv_dtype),
-        ("max_length of the cache", max_length),
+        *of_cache,
         (
             "digest of the inputs (give all ranks the same: broadcast them)",
             describe({name: x for name, x in inputs.items() if isinstance(x, Tensor)}),

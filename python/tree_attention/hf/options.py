@@ -32,6 +32,13 @@ class CacheOptions(TypedDict, total=False):
             window with `max_length` only. Generation on the CPU has the same bits then, if the rest
             of the model has them: with as many threads for each rank. Prompts are "replicated", and
             weights whole.
+        far: "cpu" keeps the keys of older tokens of a model on a GPU in the host's memory, where
+            the CPU attends to them while the GPU attends to the others (docs/gpu.md, not yet run on
+            a GPU). All ranks give it. Not with `max_length` or `deterministic`, for latents or an
+            index that chooses keys; layers with a sliding window or a state stay on the GPU.
+            Prompts are "replicated". None: all keys are where the model is.
+        near_tokens: with `far`, of how many of the newest tokens, all ranks' together, the keys
+            stay on the GPU; ranks may differ.
     """
 
     kv_dtype: Literal["int8", "fp8"] | None
@@ -39,6 +46,8 @@ class CacheOptions(TypedDict, total=False):
     strategy: GivenStrategy
     timeout: float | timedelta
     deterministic: int
+    far: Literal["cpu"] | None
+    near_tokens: int | None
 
 
 _DEFAULTS: CacheOptions = {
@@ -47,6 +56,8 @@ _DEFAULTS: CacheOptions = {
     "strategy": "auto",
     "timeout": DEFAULT_TIMEOUT,
     "deterministic": 0,
+    "far": None,
+    "near_tokens": None,
 }
 takes_cache_options = lists_options(CacheOptions, _DEFAULTS)
 

@@ -4,11 +4,14 @@
 If rows share a document, one call attends to the document for all rows, as if they were queries of
 one sequence, and another call attends to the keys that each row has for itself.
 
+Keys that lie on the host, in pages, are parts of their own. A few queries of a GPU go to them: the
+host attends while the device attends to its own keys. For many queries the keys come to the device.
+
 After a hole of a padding mask, ALiBi counts tokens and not slots: the keys before it are nearer by
 its length than their slots say, so they are a call with other positions of the queries.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,13 @@ from torch import Tensor
 from ..cascade import attend_as_one
 from ..ops import lean_decode, merge_states
 from .masks import KeyRanges
+
+# With more rows of queries than this for each head of keys, keys come from the host to the device.
+# A CPU of 2 TFLOP/s that reads each byte of bfloat16 keys for so many rows is as fast as a bus of
+# 30 GB/s: two operations for each row and element of two bytes.
+_MOST_ROWS_ON_HOST = 64
+# Pages of each sequence that come at a time.
+_PAGES_AT_A_TIME = 16
 
 
 class Part(NamedTuple):
@@ -60,6 +70,8 @@ def attend_to_parts(
     result_dtype = result_dtype or out_dtype
     if len(parts) == 1:
         return _attend(query, parts[0], out_dtype, result_dtype)
+    if any(part.keys.device != query.device for part in parts):
+        return _attend_to_both(query, parts, out_dtype, result_dtype)
     states = (_attend(query, part, torch.float32, result_dtype) for part in parts)
     o, lse = zip(*states, strict=True)
     return merge_states(torch.stack(o), torch.stack(lse), out_dtype=out_dtype)
@@ -74,3 +86,85 @@ def _attend(
         return lean_decode(query, keys, values, ranges, **options)
     o, lse = attend_as_one(query, keys, values, ranges, options)
     return o, lse
+
+
+def _attend_to_both(
+    query: Tensor, parts: Sequence[Part], out_dtype: torch.dtype, result_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The state over parts on the device of the queries, and parts on the host."""
+    near = [part for part in parts if part.keys.device == query.device]
+    far = [part for part in parts if part.keys.device != query.device]
+    num_rows = query.shape[2] * (query.shape[1] // far[0].keys.shape[1])
+    if num_rows <= _MOST_ROWS_ON_HOST:
+        finish = _begin_on_host(query, far, result_dtype)
+        states = [_attend(query, part, torch.float32, result_dtype) for part in near]
+        return _merged([*states, finish()], out_dtype)
+    state, *others = [_attend(query, part, torch.float32, result_dtype) for part in near]
+    for part in far:
+        for piece in _brought(part, query.device):
+            state = _merged(
+                [state, _attend(query, piece, torch.float32, result_dtype)], torch.float32
+            )
+    return _merged([state, *others], out_dtype)
+
+
+def _merged(
+    states: Sequence[tuple[Tensor, Tensor]], out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    o, lse = zip(*states, strict=True)
+    return merge_states(torch.stack(o), torch.stack(lse), out_dtype=out_dtype)
+
+
+def _begin_on_host(
+    query: Tensor, parts: Sequence[Part], result_dtype: torch.dtype
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Begins to copy the queries to the host. The function that it returns attends there, and
+    returns the state on the device of the queries."""
+    host = parts[0].keys.device
+    there = query.to(host, non_blocking=True)
+    parts = [_moved(part, host) for part in parts]
+    has_come = torch.cuda.current_stream(query.device).record_event()
+
+    def finish() -> tuple[Tensor, Tensor]:
+        has_come.synchronize()
+        o, lse = _merged(
+            [_attend(there, part, torch.float32, result_dtype) for part in parts], torch.float32
+        )
+        # Page-locked, or the host would wait for the device.
+        state = torch.empty((*lse.shape, o.shape[3] + 1), dtype=torch.float32, pin_memory=True)
+        state[..., :-1], state[..., -1] = o, lse
+        state = state.to(query.device, non_blocking=True)
+        return state[..., :-1], state[..., -1]
+
+    return finish
+
+
+def _brought(part: Part, device: torch.device) -> Iterator[Part]:
+    """A part in pages on the host as parts of some pages on the device."""
+    table, page_size = part.options["page_table"], part.keys.shape[2]
+    for begin in range(0, table.shape[1], _PAGES_AT_A_TIME):
+        pages = table[:, begin : begin + _PAGES_AT_A_TIME]
+        first, end = int(pages.min()), int(pages.max()) + 1
+        options = {
+            name: x[first:end] if name in ("k_scale", "v_scale") else x
+            for name, x in part.options.items()
+        }
+        options["page_table"] = pages - first
+        if "key_layout" in options:
+            start, block, stride = options["key_layout"]
+            options["key_layout"] = start + begin * page_size // block * stride, block, stride
+        moved = Part(part.keys[first:end], part.values[first:end], part.ranges, options)
+        moved = _moved(moved, device)
+        ranges = moved.ranges - begin * page_size
+        keys, values = (x.to(device, non_blocking=True) for x in (moved.keys, moved.values))
+        yield moved._replace(keys=keys, values=values, ranges=ranges)
+
+
+def _moved(part: Part, device: torch.device) -> Part:
+    """The part with all but its keys and values on a device, when the copies have come."""
+
+    def to(x: Any) -> Any:
+        return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+
+    options = {name: to(x) for name, x in part.options.items()}
+    return part._replace(ranges=to(part.ranges), options=options)

@@ -21,6 +21,7 @@ from .chosen_keys import (
     StaticBlockLayer,
     StaticIndexedLatentLayer,
 )
+from .far import FarLayer
 from .fixed import Progress, StaticLatentLayer, StaticTreeCacheLayer
 from .growing import TreeCacheLayer
 from .latent import LatentLayer
@@ -69,6 +70,7 @@ def new_layers(
     growth: int,
     kv_dtype: torch.dtype | None,
     max_length: int | None,
+    near_tokens: int | None = None,
 ) -> list[Any]:
     """The layers of a `TreeCache` with these arguments, or ValueError."""
     is_fixed = max_length is not None
@@ -99,12 +101,16 @@ def new_layers(
         elif kind == "sliding_attention" and not is_whole:
             ring = (WindowLayer, StaticWindowLayer)[is_fixed]
             layers.append(ring(*arguments, window=window))
+        elif near_tokens is not None:
+            layers.append(FarLayer(*arguments, near_tokens=near_tokens))
         else:
             layers.append((TreeCacheLayer, StaticTreeCacheLayer)[is_fixed](*arguments))
     if any(keeps_state(layer) for layer in layers):
         for layer in layers:
             layer.is_beside_states = True
-    if is_fixed:
+    if near_tokens is not None:
+        _check_far(config.model_type, layers)
+    if is_fixed or near_tokens is not None:
         _note_first_allocations(layers)
     if shard.blocks.size:
         _check_blocks(shard, layers)
@@ -131,6 +137,21 @@ def _check_blocks(shard: Shard, layers: list[Any]) -> None:
                 f"needs a max_length, as the model has layers with a sliding window of "
                 f"{layer.window}, got max_length=None",
             )
+
+
+def _check_far(name: str, layers: list[Any]) -> None:
+    """Refuses layers whose older keys cannot move to the host, or of which none has older keys."""
+    for layer in layers:
+        if has_index(layer) or isinstance(layer, LatentLayer):
+            what = "an index that chooses keys" if has_index(layer) else "latents"
+            raise ValueError(
+                f"TreeCache: far='cpu' is not supported with {what}, as {name!r} has; leave far out"
+            )
+    if not any(isinstance(layer, FarLayer) for layer in layers):
+        raise ValueError(
+            f"TreeCache: far='cpu' needs a layer that keeps the keys of all tokens; those of "
+            f"{name!r} have a sliding window or a state, which stay on the device: leave far out"
+        )
 
 
 def _note_first_allocations(layers: list[Any]) -> None:

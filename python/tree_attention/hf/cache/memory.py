@@ -75,8 +75,10 @@ class Need(NamedTuple):
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True for what torch's allocators raise; the CPU's allocator has no class for it."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """True for what torch's allocators raise; those of the host's memory have no class for it, the
+    second one where it is page-locked."""
+    says = "can't allocate memory", "CUDA error: out of memory"
+    return isinstance(error, torch.OutOfMemoryError) or any(x in str(error) for x in says)
 
 
 def free_bytes(device: torch.device) -> int | None:

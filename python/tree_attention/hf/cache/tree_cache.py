@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from transformers.configuration_utils import PreTrainedConfig
 from typing_extensions import Unpack
 
-from ..._numbers import integer
+from ..._numbers import integer, shown
 from ...exchange import Communicator, Signature, on_every_rank
 from ...options import split_options
 from ...sharding import ShardLayout
@@ -90,11 +90,16 @@ class TreeCache(StateCache):
             names = ", ".join(map(repr, KV_DTYPES))
             raise ValueError(f"TreeCache: kv_dtype must be None or one of {names}, got {name!r}")
         kv_dtype = None if name is None else KV_DTYPES[name]
-        _, of_shard = split_options(options, ("kv_dtype", "max_length"))
+        self.near_tokens = _near_tokens(options)
+        of_layers = ("kv_dtype", "max_length", "far", "near_tokens")
+        _, of_shard = split_options(options, of_layers)
         self.shard = Shard(group, layout, **of_shard)
+        if self.has_far_keys and self.shard.blocks.size:
+            raise self.shard.blocks.refusal("TreeCache", "is not supported with far='cpu'")
         config = text_config(config)
         self.model = describe_model(config)
-        super().__init__(new_layers(config, self.shard, growth, kv_dtype, max_length), config)
+        sizes = growth, kv_dtype, max_length, self.near_tokens
+        super().__init__(new_layers(config, self.shard, *sizes), config)
         kv = [i for i, layer in enumerate(self.layers) if isinstance(layer, TreeCacheLayer)]
         self._first_kv, self._last_kv = kv[0], kv[-1]
         self.note_layers()
@@ -215,6 +220,7 @@ class TreeCache(StateCache):
         """
         batch = integer("TreeCache", "batch of share", batch, 1)
         self.check_not_shared("share")
+        self.check_not_far("share")
         if self.common_length("share") == 0:
             raise ValueError(
                 "TreeCache.share: the cache holds no tokens; give them to a model first"
@@ -250,6 +256,19 @@ class TreeCache(StateCache):
             raise ValueError(
                 f"TreeCache.{op}: the rows of this cache share their first tokens; call it on the "
                 "cache that was shared"
+            )
+
+    @property
+    def has_far_keys(self) -> bool:
+        """True where older keys lie in the host's memory."""
+        return self.near_tokens is not None
+
+    def check_not_far(self, op: str) -> None:
+        """Raises ValueError where older keys lie on the host, which `op` does not support."""
+        if self.has_far_keys:
+            raise ValueError(
+                f"TreeCache.{op}: is not supported with far='cpu', where older keys lie on the "
+                "host; make the cache without far"
             )
 
     def activate_past_recording(self) -> None:
@@ -355,6 +374,7 @@ class TreeCache(StateCache):
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
         cache = cls(config, group, layout, growth=growth, **options)
+        cache.check_not_far("load")
         return snapshot.restore(cache, directory)
 
     def reshard(self, layout: ShardLayout) -> None:
@@ -438,6 +458,7 @@ class TreeCache(StateCache):
     def signature(self, op: str) -> Signature:
         """The facts about the slots that ranks compare before `op`."""
         self.check_not_shared(op)
+        self.check_not_far(op)
         return (
             ("length", self.common_length(op)),
             ("layers", layers_of(self)),
@@ -457,3 +478,28 @@ class TreeCache(StateCache):
         shared = (layer.prefix for layer in self.kv_layers)
         own = sum(layer.num_bytes for layer in self.kv_layers)
         return own + sum(prefix.num_bytes for prefix in shared if prefix is not None)
+
+
+def _near_tokens(options: CacheOptions) -> int | None:
+    """The option of that name, None where all keys stay on one device; or an error."""
+    far, near_tokens = options["far"], options["near_tokens"]
+    if far is None:
+        if near_tokens is not None:
+            raise ValueError(
+                f"TreeCache: near_tokens is for far='cpu', got near_tokens={shown(near_tokens)} "
+                "and far=None"
+            )
+        return None
+    if far != "cpu":
+        raise ValueError(f"TreeCache: far must be None or 'cpu', got {shown(far)}")
+    if near_tokens is None:
+        raise ValueError(
+            "TreeCache: far='cpu' needs near_tokens, the number of newest tokens whose keys stay "
+            "on the GPU, for example 8192, got None"
+        )
+    if options["max_length"] is not None:
+        raise ValueError(
+            f"TreeCache: far='cpu' is not supported with max_length, got {options['max_length']}, "
+            "as a cache of fixed size leaves the host nothing to do; leave one of them out"
+        )
+    return integer("TreeCache", "near_tokens", near_tokens, 1)
