@@ -54,6 +54,8 @@ def main(arguments: list[str]) -> int:
     except (UsageError, VariableError) as error:
         return end_with(parsed.command, error, 2)
     except RuntimeError as error:
+        if is_of_memory(error):
+            return end_with(parsed.command, error, 1)
         if not is_of_ranks(error):
             raise
         if INTERRUPTED in str(error):
@@ -76,6 +78,12 @@ def is_of_ranks(error: RuntimeError) -> bool:
     """True for an ExchangeError: a command that imports no torch has none."""
     exchange = sys.modules.get("tree_attention.exchange")
     return exchange is not None and isinstance(error, exchange.ExchangeError)
+
+
+def is_of_memory(error: RuntimeError) -> bool:
+    """True for the error of a cache that finds no memory."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def interrupted(command: str) -> int:

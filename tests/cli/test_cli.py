@@ -351,6 +351,17 @@ def test_joined_world_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.distributed.is_initialized()
 
 
+def test_a_cache_without_memory_ends_a_command_in_its_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise torch.OutOfMemoryError("TreeCache: 9 tokens need 9 GiB")
+
+    monkeypatch.setattr(generate, "main", fail)
+    assert main(["generate"]) == 1
+    assert capsys.readouterr().err == "generate: TreeCache: 9 tokens need 9 GiB\n"
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve"])

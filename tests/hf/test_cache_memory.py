@@ -129,6 +129,21 @@ def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
         append(hf.TreeCache(CONFIGS["llama"], max_length=size), 1)
 
 
+def test_a_load_looks_for_all_layers_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the first layer alone would fit."""
+    config = CONFIGS["llama"]
+    cache = hf.TreeCache(config)
+    append(cache, 1500)
+    cache.save(tmp_path)
+    monkeypatch.setattr(memory, "_LEAST_COMPARED", 1)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: cache.num_bytes - 1)
+    each = f"{cache.num_bytes // (2 * 2048)} bytes each in {config.num_hidden_layers} layers"
+    with pytest.raises(torch.OutOfMemoryError, match=rf"2,048 tokens on this rank need .*{each}"):
+        hf.TreeCache.load(tmp_path, config)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: cache.num_bytes)
+    assert hf.TreeCache.load(tmp_path, config).num_bytes == cache.num_bytes
+
+
 def test_a_cache_prints_what_it_holds() -> None:
     config = CONFIGS["llama"]
     layers = f"{config.num_hidden_layers} layers"

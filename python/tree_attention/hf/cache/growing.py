@@ -2,7 +2,7 @@
 """The keys and values of one layer that this rank holds."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -488,6 +488,11 @@ class TreeCacheLayer(CacheLayerMixin):
             new = self._allocated(batch, capacity, reallocate)
             self.hold(new, dropped)
 
+    def need(self, batch: int, capacity: int, num_layers: int) -> Need:
+        """Buffers of this layer, and of others with rows of the same size."""
+        world_size = self.shard.world_size
+        return Need(self.buffers(), batch, capacity, num_layers, self.max_length, world_size)
+
     def _allocated(
         self, batch: int, capacity: int, reallocate: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor]:
@@ -495,8 +500,7 @@ class TreeCacheLayer(CacheLayerMixin):
         old = self.buffers()
         if torch.compiler.is_compiling():
             return {name: reallocate(x) for name, x in old.items()}
-        num_layers = 1 if self.is_initialized else self.allocates_for
-        need = Need(old, batch, capacity, num_layers, self.max_length, self.shard.world_size)
+        need = self.need(batch, capacity, 1 if self.is_initialized else self.allocates_for)
         need.check()
         try:
             return {name: reallocate(x) for name, x in old.items()}
@@ -504,6 +508,16 @@ class TreeCacheLayer(CacheLayerMixin):
             if is_out_of_memory(error):
                 raise need.error() from None
             raise
+
+
+def check_room(layers: Sequence[TreeCacheLayer], num_slots: int) -> None:
+    """Raises torch.OutOfMemoryError where the device certainly has no room for the first
+    `num_slots` local slots of those layers that keep most of them, before any has its buffers."""
+    capacities = [layer.capacity(num_slots) - layer.key_rows.shape[2] for layer in layers]
+    most = max(capacities)
+    if most > 0:
+        layer, count = layers[capacities.index(most)], capacities.count(most)
+        layer.need(len(layer.key_rows), most, count).check()
 
 
 def interrupted() -> RuntimeError:

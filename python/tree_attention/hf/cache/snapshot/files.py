@@ -22,7 +22,7 @@ from ...._json import open_regular
 from ....exchange import Signature, on_every_rank, sentence
 from ....ops import append_kv
 from ....sharding import ShardLayout
-from ..growing import TreeCacheLayer
+from ..growing import TreeCacheLayer, check_room
 from .index import (
     INDEX,
     LAYOUTS,
@@ -224,7 +224,10 @@ def _read_tensors(cache: Saved, path: Path, index: Index) -> None:
     with torch.inference_mode(False), torch.no_grad():
         layers = [*zip(cache.kv_layers, index.layers, index.first_slots, firsts, strict=True)]
         for layer, kinds, _, first in layers:
-            _allocate(layer, first, index.length, kinds)
+            _prepare(layer, first, index.length, kinds)
+        check_room(cache.kv_layers, shard.count(index.length))
+        for layer in cache.kv_layers:
+            layer.grow(shard.count(index.length))
         for rank, file in enumerate(index.files):
             rows = {first: (owner == rank).nonzero()[:, 0] for first, owner in owners.items()}
             has_states = rank == 0 and len(index.states) > 0
@@ -287,7 +290,7 @@ def _check_sizes(path: Path, index: Index) -> None:
             )
 
 
-def _allocate(layer: TreeCacheLayer, first: int, length: int, kinds: Kinds) -> None:
+def _prepare(layer: TreeCacheLayer, first: int, length: int, kinds: Kinds) -> None:
     saved = kv_dtype_of(kinds)
     if layer.kv_dtype is None:
         layer.kv_dtype = saved
@@ -302,7 +305,6 @@ def _allocate(layer: TreeCacheLayer, first: int, length: int, kinds: Kinds) -> N
     layer.first, layer.length = first, length
     layer.dropped = layer.shard.count(first)
     layer.lazy_initialization(empty("keys"), empty("values"))
-    layer.grow(layer.shard.count(length))
 
 
 def _put(
