@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
 """Numbers of docs/estimate.html, out of the planner's tables and of messages that were recorded.
 
