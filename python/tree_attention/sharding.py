@@ -283,7 +283,7 @@ class BlockCyclic(ShardLayout):
         slots = self._int64("slots", slots)
         within = slots % cycle - first
         local = _clamp(slots // cycle * size + within, -1, None)  # of a slot below 0 negative
-        return _where((0 <= within) & (within < size), local, -1)
+        return _where((within >= 0) & (within < size), local, -1)
 
     def owner(self, slots: Slots) -> Slots:
         blocks = self._slots(slots) // self.block

@@ -58,8 +58,7 @@ def main(arguments: list[str]) -> int:
         "--model",
         required=True,
         metavar="DIR|NAME",
-        help="Model: a directory with its config.json, or one of the shapes "
-        f"{', '.join(NAMED)}.",
+        help=f"Model: a directory with its config.json, or one of the shapes {', '.join(NAMED)}.",
     )
     parser.add_argument(
         "--context",
