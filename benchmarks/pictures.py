@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draws the pictures of README.md and docs/ from the tables in benchmarks/results.
+"""Draws the pictures of README.md and docs/ from the tables in benchmarks/results and numerics.md.
 
     python benchmarks/pictures.py
 
@@ -58,13 +58,17 @@ def tokens() -> dict[str, dict[str, Line]]:
 
 
 CLUSTERS = {
-    "lan p=4": "4 hosts, links of 0.1 ms and 10 Gb/s",
-    "metro p=8": "8 hosts, links of 1 ms and 1 Gb/s",
+    "lan p=4": "4 emulated hosts, links of 0.1 ms, 10 Gb/s",
+    "metro p=8": "8 emulated hosts, links of 1 ms, 1 Gb/s",
 }
+KEYS, QUERIES = "keys passed\naround a ring", "queries passed\naround a ring"
+AT_LINE_RATE = "the same at the\nlink's full rate,\ncalculated"
+XEON = "an Intel Xeon without AMX, bfloat16. Lower is better"
 
 
 def contexts() -> dict[str, dict[str, Line]]:
-    """Return ms per step by keys per rank: ours, pass-Q, ring, and the ring at line rate."""
+    """Return ms per step by keys per rank: of this library, of rings of queries and of keys, and
+    of keys at line rate."""
     table = read_table("contexts")
     clusters: dict[str, dict[str, Line]] = {}
     for cluster in CLUSTERS:
@@ -72,18 +76,44 @@ def contexts() -> dict[str, dict[str, Line]]:
         for row in table.rows:
             found = re.fullmatch(rf"{cluster} B=1 n=(\d+)", row["case"])
             if found:
-                name = {"ring": "ring", "ring, passing queries": "pass-Q"}.get(row["method"])
+                name = {"ring": KEYS, "ring, passing queries": QUERIES}.get(row["method"])
                 point = float(found[1]), number(row["ms"])
-                methods.setdefault(name or "ours", []).append(point)
+                methods.setdefault(name or "tree_attention", []).append(point)
         place = cluster.replace(" p=", "/")
         (note,) = (x for x in table.notes if x.startswith(f"{place}: ring / tree"))
         rate = {
             float(keys.replace(",", "")): float(ratio.replace(",", ""))
             for ratio, keys in re.findall(r"([\d.,]+) at ([\d,]*\d)", note.split("line rate: ")[1])
         }
-        methods["ring at line rate"] = [(n, ms * rate[n]) for n, ms in methods["ours"]]
+        methods[AT_LINE_RATE] = [(n, ms * rate[n]) for n, ms in methods["tree_attention"]]
         clusters[cluster] = methods
     return clusters
+
+
+SCORES = {
+    "flat": "flat scores:\nall keys count",
+    "normal": "normal scores",
+    "peaked": "peaked scores:\nfew keys count",
+}
+ERRORS = {"tree_attention": "-", "plain": "--"}
+
+
+def numerics() -> dict[str, dict[str, Line]]:
+    """Return errors by keys for each kind of scores, dtype and library: the table of
+    docs/numerics.md, which scripts/numerics.py writes."""
+    table = (DOCS / "numerics.md").read_text().split("<!-- measured: begin -->")[1]
+    head, _, *rows = (
+        [x.strip() for x in line.split("|")[1:-1]]
+        for line in table.split("<!-- measured: end -->")[0].splitlines()
+        if line.startswith("|")
+    )
+    found: dict[str, dict[str, Line]] = {name: {} for name in SCORES}
+    for row in (dict(zip(head, cells, strict=True)) for cells in rows):
+        for column, text in row.items():
+            if column.partition(": ")[2] in ERRORS and not column.startswith("lse"):
+                point = number(row["keys"]), float(text)
+                found[row["scores"]].setdefault(column, []).append(point)
+    return found
 
 
 FORMS = {
@@ -194,10 +224,8 @@ def draw_tokens(path: Path) -> None:
                 ylim=(0, 1.08 * max(y for line in lines.values() for _, y in line)),
             )
             axes.set_title(f"shape of Llama 3.2 1B, {model}", fontsize=11)
-        left.set_ylabel("ms per token (lower is better)")
-        left.figure.suptitle(
-            "One process, two cores of an Intel Xeon without AMX, bf16", fontsize=11
-        )
+        left.set_ylabel("ms per new token")
+        left.figure.suptitle(f"One process on two cores of {XEON}", fontsize=11)
         left.set_xlim(right=65536 * 12)
         right.set_xlim(right=16384 * 3)
 
@@ -205,26 +233,55 @@ def draw_tokens(path: Path) -> None:
 def draw_contexts(path: Path) -> None:
     data = contexts()
     styles = {
-        "ours": Style(OURS, (8, -8)),
-        "pass-Q": Style(THIRD, (8, 6)),
-        "ring": Style(SECOND, (8, 2)),
-        "ring at line rate": Style(SECOND, (8, -4), ":", ""),
+        "tree_attention": Style(OURS, (8, -12)),
+        QUERIES: Style(THIRD, (8, 12)),
+        KEYS: Style(SECOND, (8, 6)),
+        AT_LINE_RATE: Style(SECOND, (8, -21), ":", ""),
     }
-    with picture(path, data, (1, 2), (9, 3.6), sharey=True) as (both,):
+    with picture(path, data, (1, 2), (9, 4), sharey=True) as (both,):
         for axes, (cluster, lines) in zip(both, data.items(), strict=True):
             draw_lines(axes, lines, styles)
-            axes.set(xlabel="keys per rank", yscale="log")
+            axes.set(xlabel="cached tokens on each host", yscale="log", ylim=(1, 90_000))
             axes.set_title(CLUSTERS[cluster], fontsize=11)
-            axes.set_xlim(right=max(x for x, _ in lines["ours"]) * 11)
+            axes.set_xlim(right=max(x for x, _ in lines["tree_attention"]) * 24)
             axes.set_yticks([1, 10, 100, 1000, 10000], ["1", "10", "100", "1,000", "10,000"])
             axes.minorticks_off()
-        both[0].set_ylabel("ms of a step (lower is better)")
+        both[0].set_ylabel("ms per attention step, log scale")
+        both[0].figure.suptitle(f"Attention for one new token on {XEON}", fontsize=11)
+
+
+def draw_numerics(path: Path) -> None:
+    data = numerics()
+    colours = {"float32": OURS, "bfloat16": FIRST, "float16": THIRD}
+    with picture(path, data, (1, 3), (9, 4), sharey=True) as (panels,):
+        for axes, (scores, lines) in zip(panels, data.items(), strict=True):
+            for column, points in lines.items():
+                dtype, _, library = column.partition(": ")
+                xs, ys = zip(*points, strict=True)
+                axes.plot(xs, ys, ERRORS[library], color=colours[dtype], label=column, linewidth=2)
+            axes.set(xlabel="number of keys", yscale="log")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks([K, 16 * K, 256 * K], ["1k", "16k", "256k"])
+            axes.set_title(SCORES[scores], fontsize=11)
+            axes.minorticks_off()
+            axes.grid(alpha=0.25)
+        panels[0].set_ylabel("largest error,\nrelative to the row's largest value")
+        panels[0].figure.suptitle(
+            "Errors against float64 on an Intel Xeon with AMX; tree_attention: the worst of 1 to "
+            "64 shards. Lower is better",
+            fontsize=10,
+        )
+        handles, names = panels[0].get_legend_handles_labels()
+        names = [name.replace(": plain", ": plain PyTorch") for name in names]
+        panels[0].figure.legend(
+            handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=9
+        )
 
 
 def draw_two_ranks(path: Path) -> None:
     data = two_ranks()
     titles = {
-        "bare": "Intel Xeon without AMX, one host, two cores",
+        "bare": "one host",
         "lan": "two emulated hosts, 0.1 ms, 10 Gb/s",
     }
     ratios = {"width_ratios": [len(forms) for forms in data.values()]}
@@ -233,7 +290,7 @@ def draw_two_ranks(path: Path) -> None:
     ):
         for axes, (place, forms) in zip(panels, data.items(), strict=True):
             for offset, (index, what, colour) in enumerate(
-                ((0, "prompt", FIRST), (1, "token", OURS))
+                ((0, "reading the prompt", FIRST), (1, "new tokens", OURS))
             ):
                 heights = [points[0][index] for points in forms.values()]
                 bars = axes.bar(
@@ -248,7 +305,11 @@ def draw_two_ranks(path: Path) -> None:
             axes.axhline(1, color=GREY, linewidth=1, zorder=0)
             axes.set_xticks(range(len(forms)), list(forms), fontsize=9)
             axes.set_title(titles[place], fontsize=11)
-        panels[0].set_ylabel("speed-up over one thread\n(higher is better)")
+        panels[0].set_ylabel("speed-up over one thread")
+        panels[0].figure.suptitle(
+            "Two cores of an Intel Xeon without AMX, bfloat16. Higher is better, two is ideal",
+            fontsize=11,
+        )
         panels[0].set_ylim(0, 2.35)
         panels[-1].text(2.4, 2.03, "ideal", ha="right")
         panels[0].legend(loc="upper right", ncols=2, frameon=False)
@@ -275,9 +336,10 @@ def draw_cache_memory(path: Path) -> None:
             axes.axhline(memory, color="black", linestyle="--", linewidth=1, zorder=0)
             axes.text(len(RANKS) - 0.5, memory + 3, name, ha="right")
         axes.set_xticks(range(len(RANKS)), [f"{p} ranks" for p in RANKS])
-        axes.set(ylabel="GB on each rank (lower is better)")
+        axes.set(ylabel="GB on each rank")
         axes.set_title(
-            f"Estimate: {MODEL.name}, {CONTEXT:,} tokens, weights and cache split", fontsize=11
+            f"Estimate: {MODEL.name}, {CONTEXT:,} tokens, weights and cache split. Lower is better",
+            fontsize=11,
         )
         axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.85))
         axes.set_ylim(0, 290)
@@ -295,6 +357,7 @@ class Picture:
 PICTURES = {
     "tokens.png": Picture(tokens, draw_tokens, ("llama", "engines")),
     "contexts.png": Picture(contexts, draw_contexts, ("contexts",)),
+    "numerics.png": Picture(numerics, draw_numerics),
     "two_ranks.png": Picture(two_ranks, draw_two_ranks, ("scaling",)),
     "cache_memory.png": Picture(cache_memory, draw_cache_memory),
 }

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Measures errors from 1k to 1M keys and writes the table and the figure of docs/numerics.md.
+"""Measures errors from 1k to 1M keys and writes the table of docs/numerics.md, from which
+`benchmarks/pictures.py` draws its figure.
 
 For each length, score distribution and dtype the keys are dealt to 1, 2, 4, ..., 64 shards, each
 shard runs `lean_decode`, and the partial states are merged as the ranks of `tree_decode` would.
@@ -126,8 +127,9 @@ def ulps(lse: Tensor, truth: Tensor) -> float:
 def table(results: list[Result]) -> str:
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     lines = [
-        "| scores | keys | " + " | ".join(f"{name}: plain | tree_attention" for name in names)
-        + " | lse, ulps: plain | tree_attention |",
+        "| scores | keys | "
+        + " | ".join(f"{name}: plain | {name}: tree_attention" for name in names)
+        + " | lse, ulps: plain | lse, ulps: tree_attention |",
         "| --- | ---: |" + " ---: |" * (2 * len(names) + 2),
     ]  # fmt: skip
     for scores in SCORES:
@@ -166,33 +168,6 @@ def write_page(results: list[Result]) -> None:
     page.write_text(f"{before}{begin}\n{provenance()}\n\n{table(results)}\n\n{end}{after}")
 
 
-def draw(results: list[Result]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3.6), sharey=True, layout="constrained")
-    for axis, scores in zip(axes, SCORES, strict=True):
-        for dtype, colour in zip(DTYPES, ("tab:blue", "tab:orange", "tab:green"), strict=True):
-            row = [r for r in results if (r.scores, r.dtype) == (scores, dtype)]
-            keys = [r.num_keys for r in row]
-            name = str(dtype).removeprefix("torch.")
-            low = [min(r.tree_o.values()) for r in row]
-            high = [max(r.tree_o.values()) for r in row]
-            axis.plot(keys, [r.plain_o for r in row], "--", color=colour, lw=1)
-            axis.fill_between(keys, low, high, color=colour, alpha=0.5, lw=1.5, label=name)
-        axis.set(title=f"{scores} scores", xscale="log", yscale="log", xlabel="keys")
-        axis.set_xscale("log", base=2)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("largest error relative to its row")
-    axes[0].legend(
-        title="1 to 64 shards\ndashed: plain PyTorch", fontsize=9, title_fontsize=9,
-        loc="center", bbox_to_anchor=(0.5, 0.33), frameon=False, labelspacing=0.2,
-    )  # fmt: skip
-    figure.savefig(DOCS / "numerics.png", dpi=200)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="up to 16k keys, write nothing")
@@ -210,7 +185,6 @@ def main() -> int:
     print(table(results))
     if not quick:
         write_page(results)
-        draw(results)
     return 0 if all(result.right for result in results) else 1
 
 

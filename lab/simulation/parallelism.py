@@ -97,14 +97,14 @@ def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
     context, tensor = divmod(rank, size_or_one)
     heads = (size_or_one, tensor)
     return {
-        "q, k, v": heads,
-        "o": whole if size is None else (p, tensor * num_contexts + context),
+        "projections q, k, v": heads,
+        "projection o": whole if size is None else (p, tensor * num_contexts + context),
         "MLP, each expert": whole if size is None else (p, rank),
-        "embedding, head": whole if size is None else (p, rank),
-        "out of latents": heads,
-        "into latents": whole,
+        "embedding, LM head": whole if size is None else (p, rank),
+        "out of latents (kv_b)": heads,
+        "into latents (kv_a)": whole,
         "cache: heads": heads,
-        "cache: slots": (num_contexts, context),
+        "cache: tokens": (num_contexts, context),
         "cache of latents": (num_contexts, context),
     }
 
@@ -114,7 +114,8 @@ def draw_who_holds_what(path: Path, p: int = 4) -> None:
     names: dict[int | None, str] = {None: "replicated weights"}
     names |= {size: f"split weights,\ntensor_parallel_size {size}" for size in (1, 2, 4)}
     num_rows = len(pieces(p, 0, None))
-    with picture(path, (9, 4.8), (1, len(names)), sharey=True) as (panels,):
+    title = f"What each of {p} ranks holds: the coloured part of a gray tensor. Less is less memory"
+    with picture(path, (9, 5), (1, len(names)), title, sharey=True) as (panels,):
         for axes, (size, name) in zip(panels, names.items(), strict=True):
             for rank in range(p):
                 for place, (count, piece) in enumerate(pieces(p, rank, size).values()):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.results import number, read_table
-from benchmarks.pictures import contexts
+from benchmarks.pictures import AT_LINE_RATE, contexts
 
 ROOT = Path(__file__).parents[2]
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.])")
@@ -98,7 +98,7 @@ RAGGED = "B=8 ragged 1076-28930"
 
 def line_rate() -> float:
     """Return ms of the ring of 64k keys on 8 hosts at line rate, from the notes of contexts.md."""
-    return contexts()["metro p=8"]["ring at line rate"][-1][1]
+    return contexts()["metro p=8"][AT_LINE_RATE][-1][1]
 
 
 def slower(values: list[float]) -> list[float]:
@@ -336,10 +336,3 @@ def test_a_wrong_figure_is_found() -> None:
     assert misfits(row, [5.06, 5.851, 1.162]) == [("5.0", 5.06)]
     assert misfits(row, [5.04, 6.0, 1.166]) == [("5.9", 6.0), ("1.16", 1.166)]
     assert rounds_to(1297.04, "1,297") and not rounds_to(1297.6, "1,297")
-
-
-def test_times_of_the_questions() -> None:
-    """docs/faq.md compares two ranks of one thread with one process of two threads."""
-    ranks, threads = scaling(TOKEN, "bare/2", TWO)
-    words = " ".join((ROOT / "docs/faq.md").read_text().split())
-    assert f"{ranks:.1f} ms per token, and one process with two threads {threads:.1f} ms" in words
