@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from test_figures import NUMBER
+from test_values import cache_gb, state_kb
 from tree_attention.__main__ import main
-from tree_attention.planning.arithmetic import TENSOR, Plan, Work
+from tree_attention.planning.arithmetic import Plan, Work
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import NAMED
 
@@ -31,39 +33,30 @@ def plan_of(ranks: int, context: int) -> Plan:
 
 
 def test_rows_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command runs, and the table says what its best form takes."""
+    """The command runs, and the table after it says what its best form takes."""
     text = README.replace("\\\n", " ")
     (command,) = re.findall(r"^python -m tree_attention (plan .*)$", text, re.MULTILINE)
     assert main(shlex.split(command)) == 0
     assert "4 ranks" in capsys.readouterr().out
-    section = README.split("### How fast will it be?")[1].split("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    assert len(rows[2:]) == 4
-    for hosts, size, token, prompt in rows[2:]:
+    table = re.findall(r"(?:^\|.*\n)+", text.partition(command)[2], re.MULTILINE)[0]
+    rows = [NUMBER.findall(line) for line in table.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["1", "2", "4", "8"]
+    for hosts, *shown in rows:
         plan = plan_of(int(hosts), 128 << 10)
         split = plan.split(plan.best())
-        assert size.strip() == f"{(split.weights_bytes + split.cache_bytes) / 1e9:.1f} GB"
-        assert token.strip() == f"{1e3 * split.token_seconds(plan.hosts).total:.0f} ms"
-        assert prompt.strip() == f"{split.prefill_seconds(plan.hosts).total / 60:.1f} minutes"
-    plan = plan_of(16, 1 << 20)
-    ours, tensor = (plan.split(form) for form in (plan.best(), TENSOR))
-    found = [
-        (f"{1e3 * x.token_seconds(plan.hosts).total:.0f} ms", f"{x.cache_bytes / 1e9:.1f} GB")
-        for x in (ours, tensor)
-    ]
-    words = " ".join(section.split())
-    assert f"takes {found[0][0]} and each host holds {found[0][1]} of cache" in words
-    assert f"tensor parallelism alone takes {found[1][0]} and {found[1][1]}" in words
+        assert shown == [
+            f"{(split.weights_bytes + split.cache_bytes) / 1e9:.1f}",
+            f"{1e3 * split.token_seconds(plan.hosts).total:.0f}",
+            f"{split.prefill_seconds(plan.hosts).total / 60:.1f}",
+        ]
 
 
 def test_numbers_of_the_architecture():
     """GB of a rank and kB of a message: a state of each head, o and lse in float32."""
     model, tokens, ranks = NAMED["llama-3.1-8b"], 1 << 20, 4
     drawn = " ".join(re.findall(r">([^<>]+)</text>", (ROOT / "docs/architecture.svg").read_text()))
-    (layers,) = model.attention
-    whole = layers.layers * layers.token_bytes("bf16") * tokens
-    state = 4 * layers.heads * (128 + 1)
-    assert f"{model.name}, {tokens:,} tokens: {whole / 1e9:.0f} GB" in drawn
-    assert drawn.count(f"{whole / ranks / 1e9:.0f} GB stay here") == ranks
-    assert f"{state / 1e3:.1f} kB from every rank to every other" in drawn
-    assert f"{whole / ranks / 1e9:.0f} GB" in README and f"{state / 1e3:.1f} kB" in README
+    assert f"{model.name}, {tokens:,} tokens: {cache_gb(1):.0f} GB" in drawn
+    assert drawn.count(f"{cache_gb(ranks):.0f} GB stay here") == ranks
+    assert f"{state_kb():.1f} kB from every rank to every other" in drawn
+    (alternative,) = re.findall(r"^!\[(.*)\]\(docs/architecture\.svg\)", README, re.MULTILINE)
+    assert NUMBER.findall(alternative) == [f"{cache_gb(ranks):.0f}", f"{state_kb():.1f}"]
