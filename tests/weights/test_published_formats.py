@@ -81,7 +81,9 @@ def test_mxfp4_is_what_transformers_reads() -> None:
 def _write(path: Path, tensors: dict[str, Tensor], quantization: dict[str, object]) -> None:
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = quantization
+    config.pop("quantization_config", None)
+    if quantization:
+        config["quantization_config"] = quantization
     (path / "config.json").write_text(json.dumps(config))
 
 
