@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -94,7 +94,7 @@ SHAPES = _shapes()
 @dataclass(frozen=True)
 class DocumentCase:
     shape: str
-    kv_dtype: str | None = None
+    kv_dtype: Literal["int8", "fp8"] | None = None
     document: int = DOCUMENT
     with_ask: bool = False
 

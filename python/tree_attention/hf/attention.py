@@ -292,10 +292,10 @@ def _check_layer(layer: TreeCacheLayer, ranges: KeyRanges) -> None:
             raise NotImplementedError(f"tree_attention: {HOLE_BESIDE_STATES}")
         if isinstance(layer, WindowLayer):
             layer.check_sees_around(ranges.first)
-    kind = layer.shard.blocks if layer.shard.blocks.size else None
+    kind = str(layer.shard.blocks) if layer.shard.blocks.size else ""
     if isinstance(layer, FarLayer):
         kind = "far='cpu'"
-    if kind is not None and current_token_split() is not None:
+    if kind and current_token_split() is not None:
         raise ValueError(
             f"tree_attention: a TreeCache with {kind} needs a model that was enabled with it, or "
             "with prefill='replicated'"
