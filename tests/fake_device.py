@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -239,6 +240,9 @@ def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
 @contextmanager
 def fake_cuda() -> Iterator[None]:
     torch._C._ensureCUDADeviceGuardSet()  # of no device
+    # Which `with torch.device(...)` keeps from its first use on: without torch.tensor itself,
+    # transformers would not see that a model is made on the meta device.
+    _device_constructors()
     overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:

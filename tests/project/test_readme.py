@@ -24,7 +24,8 @@ TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 # Of these pages another test runs the program.
 IN_OTHER_TESTS = {
-    *("big_models.md", "cache.md", "documents.md", "huggingface.md", "two_servers.md"),
+    *("big_models.md", "cache.md", "documents.md", "gpu.md", "huggingface.md"),
+    "two_servers.md",
 }
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in PAGES if page.name not in IN_OTHER_TESTS]
@@ -32,8 +33,12 @@ PAGES = [page for page in PAGES if page.name not in IN_OTHER_TESTS]
 
 def python_program(page: Path) -> str:
     """The page with every line outside a Python block emptied, so that line numbers stay."""
+    return python_lines(page.read_text())
+
+
+def python_lines(text: str) -> str:
     lines, inside = [], False
-    for line in page.read_text().splitlines():
+    for line in text.splitlines():
         if line.startswith("```"):
             inside = line == "```python"
             line = ""
