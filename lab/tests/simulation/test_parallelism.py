@@ -105,8 +105,8 @@ def test_every_piece_is_held() -> None:
         for name in ranks[0]:
             count = ranks[0][name][0]
             assert {held[name][1] for held in ranks} == set(range(count)), name
-        # No two ranks have the same heads and the same slots.
-        assert len({(held["cache: heads"], held["cache: slots"]) for held in ranks}) == 4
+        # No two ranks have the same heads and the same tokens.
+        assert len({(held["cache: heads"], held["cache: tokens"]) for held in ranks}) == 4
 
 
 def test_table_and_picture(tmp_path: Path) -> None:
