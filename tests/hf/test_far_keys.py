@@ -80,6 +80,11 @@ def far_layers(cache: hf.TreeCache) -> list[far.FarLayer]:
     return [layer for layer in cache.kv_layers if isinstance(layer, far.FarLayer)]
 
 
+def long_prompts(world_size: int) -> dict[str, Tensor]:
+    """So long that each rank has keys that are far."""
+    return make_prompts(length=24 + 16 * world_size)
+
+
 def generate(
     rank: int,
     world_size: int,
@@ -89,7 +94,7 @@ def generate(
     options: dict[str, Any],
     tokens: Tensor,
 ) -> None:
-    model, prompts = make(name), make_prompts()
+    model, prompts = make(name), long_prompts(world_size)
     with small_sizes(most_rows):
         hf.enable(model.to("cuda"), layout=BlockCyclic(world_size, 4), **FAR, **options)
         cache = new_cache(model, world_size, near_tokens=6 + rank, **options)
@@ -129,7 +134,7 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     """Near tokens differ by rank, and prompts are padded."""
     arguments = {key: x for key, x in CASES[case].items() if key != "prefill_chunk_size"}
-    tokens = make(name).generate(**make_prompts(), **arguments)
+    tokens = make(name).generate(**long_prompts(world_size), **arguments)
     run_ranks(generate, world_size, name, case, most_rows, {}, tokens)
 
 
@@ -137,7 +142,7 @@ def test_tokens_are_those_of_transformers(
 def test_keys_of_8_bits(world_size: int, most_rows: int | None) -> None:
     model = make_model("llama")
     rounded = rounded_cache(model.config, "int8")
-    tokens = model.generate(**make_prompts(), **GREEDY, **{CACHE_NAME: rounded})
+    tokens = model.generate(**long_prompts(world_size), **GREEDY, **{CACHE_NAME: rounded})
     run_ranks(generate, world_size, "llama", "chunks", most_rows, {"kv_dtype": "int8"}, tokens)
 
 
