@@ -118,7 +118,7 @@ def _layers(q: Tensor, k: Tensor, v: Tensor, device: torch.device) -> tuple[floa
 
 
 def _narrow_layer(x: Tensor, weights: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What a rank with little of a layer does for a token, in the operators of a Llama."""
+    """The work of a rank with little of a layer for a token, in the operators of a Llama."""
     matrices = weights.view(-1, _NARROW * _COLUMNS)[:_PRODUCTS]
     q_, k_, v_, gate, up = (m.view(_NARROW, _COLUMNS) for m in matrices[:5])
     o, down = (m.view(_COLUMNS, _NARROW) for m in matrices[5:])

@@ -159,7 +159,7 @@ class HostPages:
         self.runs = [run for _, run in self.until(end)]
 
     def select(self, rows: Tensor) -> None:
-        """Has the sequences `rows` in place of all; on the host."""
+        """Put the sequences `rows` in place of all; on the host."""
         for run in self.runs:
             run.table = run.table[rows]
 
