@@ -31,7 +31,8 @@ cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,
   build/instances/lean_decode_{bf16_64,bf16_128,bf16_576,fp16_576,fp16_256,fp32_64,fp32_256}.cu
   build/instances/lean_decode_{bf16_int8_64,bf16_float8_64,bf16_int8_128,fp16_float8_128}.cu
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
-decode_cases=(decode_{short,short_kinds,int8_short,float8_short,latents_short,float16_latents_short})
+decode_cases=(decode_{short,short_kinds,int8_short,float8_short,latents_short,float16_latents_short}
+  decode_clusters_short)
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$("$python" -c \
   'from torch.utils.cpp_extension import include_paths; print(include_paths()[0])')

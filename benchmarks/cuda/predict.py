@@ -336,10 +336,13 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
     resident_blocks = tile.blocks * machine.multiprocessors
     rows = min(packed_rows(case), tile.rows)
     max_merged = RADIX if code.merges_by_rows and rows > MAX_MERGED_ROWS else MAX_MERGED_PARTS
-    workers = min(in_step(resident_blocks, row_blocks), -(-line // MIN_WORKER_TILES))
+    # The host knows shapes alone: it plans for the longest sequence, without its window.
+    longest_line = outputs * len(tiles) * (OVERHEAD_TILES + -(-max(case.lengths) // tile.keys))
+    workers = min(in_step(resident_blocks, row_blocks), -(-longest_line // MIN_WORKER_TILES))
     size = 1
     if code.clusters:
         size, workers = workers_of(case, tile, workers, resident_blocks, max_merged)
+    workers = min(workers, -(-line // MIN_WORKER_TILES))
     if code.two_levels:
         workers = min(workers, RADIX * max_merged * outputs * len(case.lengths))
     range_of_worker = -(-line // workers)  # of the line

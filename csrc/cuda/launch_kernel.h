@@ -21,6 +21,8 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned 
   const cudaError_t error =
       load_kernel(reinterpret_cast<const void*>(kernel), shared_bytes > 48 * 1024, ptx_version);
   if (error != cudaSuccess) return error;
+  // Its blocks would each take a cluster's place.
+  if (cluster_size > 1 && ptx_version < 90) return cudaErrorNotSupported;
   if ((early || cluster_size > 1) && ptx_version >= 90) {
     cudaLaunchAttribute attributes[2] = {};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;

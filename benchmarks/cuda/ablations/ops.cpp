@@ -26,11 +26,13 @@ void run_with(const DecodeParams& p, PlanFunction make_plan, const Launch& launc
   if (p.batch == 0 || p.seqlen_q == 0) return;
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  int ptx_version = 0;
+  if (forms_clusters) C10_CUDA_CHECK(cuda::find_ptx_version(&ptx_version));
   const DeviceLimits limits{device.multiProcessorCount,
                             static_cast<int32_t>(device.sharedMemPerMultiprocessor),
                             static_cast<int32_t>(device.sharedMemPerBlockOptin),
                             /*has_early_launches=*/false,
-                            /*has_clusters=*/forms_clusters && device.major >= 9};
+                            /*has_clusters=*/ptx_version >= 90};
   const Plan plan = make_plan(p, limits);
   const cuda::LeasedWorkspace leased = cuda::workspace_of(stream, false, limits, plan.workspace);
   C10_CUDA_CHECK(launch(p, plan, leased.workspace, stream));

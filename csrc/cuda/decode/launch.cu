@@ -3,17 +3,9 @@
 
 #include <algorithm>
 
-#include "cuda/device.h"
 #include "instances.cuh"
 
 namespace tree_attention::cuda {
-namespace {
-
-__global__ void do_nothing(int) {}
-
-}  // namespace
-
-cudaError_t find_ptx_version(int* version) { return find_ptx_version(do_nothing, version); }
 
 cudaError_t launch_lean_decode(const DecodeParams& p, const Plan& plan, const Workspace& workspace,
                                cudaStream_t stream) {

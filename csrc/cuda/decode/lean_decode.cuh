@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   for (; !output.done(); output.next()) {
     const OutputRows rows = output.rows();
     const OutputSink sink(params, rows);
-    if (output.num_tiles() == 0 && output.owns_first()) {
+    if (output.num_tiles() == 0 && output.owns_first() && rank_in_cluster<Config>(params) == 0) {
       store_empty<Config>(rows, head_dim_v, sink);
     }
     if (!output.worker_has_tiles()) continue;

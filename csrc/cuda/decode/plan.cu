@@ -6,12 +6,15 @@
 
 #include "cluster.cuh"
 #include "common/fixup.h"
+#include "cuda/device.h"
 #include "instances.cuh"
 #include "launch.h"
 #include "schedule.cuh"
 
 namespace tree_attention::cuda {
 namespace {
+
+__global__ void do_nothing(int) {}
 
 // Bytes of shared memory that the system takes for each block, in addition to what it asks for.
 constexpr int kSystemSharedBytes = 1024;
@@ -134,6 +137,8 @@ WorkspaceSize workspace_size(int64_t num_workers) {
 
 }  // namespace
 
+cudaError_t find_ptx_version(int* version) { return find_ptx_version(do_nothing, version); }
+
 Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
   return with_instance(
       p.dtype, p.kv_dtype, head_dim(p), [&]<typename Element, int kHeadDim, typename Cached>() {
@@ -194,7 +199,9 @@ UniformLine uniform_line(const DecodeParams& p, const Plan& plan) {
   const int64_t outputs = int64_t{p.batch} * p.num_heads_kv * num_row_blocks(p, plan.row_tile);
   if (p.key_ranges != nullptr || outputs == 0 || output_length > INT32_MAX / outputs) return line;
   const int64_t length = outputs * output_length;
-  const int64_t workers = partition_of_line(length, p.num_workers, plan.num_workers).num_workers;
+  const int cluster_bits = std::countr_zero(static_cast<uint32_t>(plan.cluster_size));
+  const int64_t workers =
+      partition_of_line(length, outputs, p.num_workers, plan.num_workers, cluster_bits).num_workers;
   line.output_length = static_cast<int32_t>(output_length);
   line.quotient = static_cast<int32_t>(length / workers);
   line.remainder = static_cast<int32_t>(length % workers);

@@ -94,11 +94,17 @@ __device__ Sums sum_over_threads(int value, int32_t* warp_sums) {
   return sums;
 }
 
-// The cut of a line of `length` positions among at most `max_workers`; `asked` is the caller's
-// number of workers, 0 for none.
-TREE_ATTENTION_HOST_DEVICE Partition partition_of_line(int64_t length, int64_t asked,
-                                                       int64_t max_workers) {
-  const int64_t most = asked > 0 ? length : (length + kMinWorkerTiles - 1) / kMinWorkerTiles;
+// The cut of a line of `length` positions, of so many outputs, among at most `max_workers` of
+// 2^cluster_bits blocks each; `asked` is the caller's number of workers, 0 for none. Clusters get
+// as many tiles for each of their blocks as single blocks do, or a whole output: what is cut more
+// finely has parts to merge, for which most of the blocks had no tiles.
+TREE_ATTENTION_HOST_DEVICE Partition partition_of_line(int64_t length, int64_t num_outputs,
+                                                       int64_t asked, int64_t max_workers,
+                                                       int cluster_bits) {
+  const int64_t blocks = (length + kMinWorkerTiles - 1) / kMinWorkerTiles;
+  const int64_t clusters = (blocks + (1 << cluster_bits) - 1) >> cluster_bits;
+  const int64_t whole = num_outputs < blocks ? num_outputs : blocks;
+  const int64_t most = asked > 0 ? length : clusters > whole ? clusters : whole;
   return {length, most < max_workers ? most : max_workers};
 }
 
@@ -189,8 +195,9 @@ __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& mem
   const Sums sums = sum_over_threads<Config::kThreads>(thread_length, memory.warp_sums);
 
   const int64_t heads = p.num_heads_kv;
-  const Partition partition = partition_of_line(heads * sums.total, p.num_workers,
-                                                gridDim.x >> cluster_bits<Config>(params));
+  const int bits = cluster_bits<Config>(params);
+  const Partition partition = partition_of_line(heads * sums.total, heads * num_units,
+                                                p.num_workers, gridDim.x >> bits, bits);
   if (worker >= partition.num_workers) return false;
 
   // Divisions take long: two lanes make one each.
