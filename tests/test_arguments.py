@@ -19,7 +19,7 @@ OPTIONS = {
 
 def test_every_argument_has_a_line() -> None:
     arguments = torch.ops.tree_attention.lean_decode.default._schema.arguments
-    assert {*ARGUMENTS, "out_dtype"} == {x.name for x in arguments}
+    assert {*ARGUMENTS, "out_dtype", "result_dtype"} == {x.name for x in arguments}
     tensors = {x.name for x in arguments if "Tensor" in str(x.type)}
     assert {name for name, x in ARGUMENTS.items() if x.axes} == tensors
     assert set(TENSOR_OPTIONS) == tensors - {"q", "k", "v", "key_ranges"}
