@@ -3,7 +3,6 @@
 
 import functools
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -155,12 +154,20 @@ def _over_shard(
         raise shard.blocks.refusal("tree_attention", f"is not supported with {_IN_PARTS}")
     merging = {"out_dtype": out_dtype, **_merging(shard, is_head_sharded, counts)}
 
-    def decode(q: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-        # Of ranks with far keys some may have none yet, and all make the same call.
-        if len(parts) == 1 and not isinstance(layer, FarLayer):
-            (part,) = parts
+    # Far keys come to the device once for all queries. Some ranks may have none yet, and all make
+    # the same call.
+    state = None
+    if isinstance(layer, FarLayer):
+        state = attend_to_parts(query, parts, torch.float32, out_dtype)
+
+    def decode(own: slice) -> tuple[Tensor, Tensor]:
+        if state is not None:
+            return all_merge_states(*(x[:, :, own].contiguous() for x in state), **merging)
+        q, its = query[:, :, own], [part.of(own) for part in parts]
+        if len(its) == 1:
+            (part,) = its
             return shard.decode(q, part.keys, part.values, part.ranges, **part.options, **merging)
-        return all_merge_states(*attend_to_parts(q, parts, torch.float32, out_dtype), **merging)
+        return all_merge_states(*attend_to_parts(q, its, torch.float32, out_dtype), **merging)
 
     # States of a query, as many on all ranks.
     num_states = -(-layer.kv_length // shard.blocks.size) if shard.blocks.size else 1
@@ -168,9 +175,9 @@ def _over_shard(
     state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1) * num_states
     step = max(1, _MAX_STATE_BYTES // state_bytes)
     if seqlen_q <= step:
-        return decode(query, parts)
+        return decode(slice(None))
     pieces = (slice(begin, begin + step) for begin in range(0, seqlen_q, step))
-    states = (decode(query[:, :, own], [part.of(own) for part in parts]) for own in pieces)
+    states = map(decode, pieces)
     o, lse = zip(*states, strict=True)
     return torch.cat(o, dim=2), torch.cat(lse, dim=2)
 

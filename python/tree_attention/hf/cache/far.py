@@ -96,24 +96,27 @@ class HostPages:
         stream.wait_stream(torch.cuda.current_stream(device))
         # Tensors made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
-            while missing > 0:
-                if not self.runs or self.runs[-1].room < batch:
-                    more = max(missing, expected // size - self.num_pages)
-                    self.runs.append(self._new_run(rows, more, world_size))
-                run, begin = self.runs[-1], slots - missing * size
-                number = min(missing, run.room // batch, _PAGES_AT_A_TIME)
-                pages = torch.arange(run.used, run.used + number * batch, dtype=torch.int32)
-                for name, x in rows.items():
-                    moved = x[:, :, begin : begin + number * size].unflatten(2, (number, size))
-                    # A copy between memory that is not contiguous goes through memory that is not
-                    # page-locked, and the host waits for it.
-                    moved = moved.movedim(2, 0).flatten(0, 1).contiguous()
-                    target = run.buffers[name][run.used : run.used + len(moved)]
-                    target.copy_(moved, non_blocking=True)
-                run.table = torch.cat((run.table, pages.view(number, batch).T), 1)
-                run.used += len(pages)
-                missing -= number
-        self._arrives = stream.record_event()
+            try:
+                while missing > 0:
+                    if not self.runs or self.runs[-1].room < batch:
+                        more = max(missing, expected // size - self.num_pages)
+                        self.runs.append(self._new_run(rows, more, world_size))
+                    run, begin = self.runs[-1], slots - missing * size
+                    number = min(missing, run.room // batch, _PAGES_AT_A_TIME)
+                    pages = torch.arange(run.used, run.used + number * batch, dtype=torch.int32)
+                    for name, x in rows.items():
+                        moved = x[:, :, begin : begin + number * size].unflatten(2, (number, size))
+                        # A copy between memory that is not contiguous goes through memory that is
+                        # not page-locked, and the host waits for it.
+                        moved = moved.movedim(2, 0).flatten(0, 1).contiguous()
+                        target = run.buffers[name][run.used : run.used + len(moved)]
+                        target.copy_(moved, non_blocking=True)
+                    # Before the table: an interrupt leaves pages unused, and none is written twice.
+                    run.used += number * batch
+                    run.table = torch.cat((run.table, pages.view(number, batch).T), 1)
+                    missing -= number
+            finally:  # pages that were begun before an error count, too
+                self._arrives = stream.record_event()
 
     def _new_run(self, rows: Mapping[str, Tensor], num_pages: int, world_size: int) -> Run:
         """Room for about so many pages of each sequence, or torch.OutOfMemoryError."""
@@ -223,6 +226,8 @@ class FarLayer(TreeCacheLayer):
             self.host.take(rows, self._expected(), self.shard.world_size)
 
     def cut(self, length: int) -> None:
+        # First, so that nobody counts on what is gone if the rest is interrupted.
+        super().cut(length)
         kept, size = self.shard.count(length), self.host.page_size
         if kept < self.host.count:
             self.host.wait()
@@ -230,7 +235,6 @@ class FarLayer(TreeCacheLayer):
             if begin < self.dropped:
                 self._take_back(begin)
             self.host.cut(begin)
-        super().cut(length)
 
     def _take_back(self, begin: int) -> None:
         """Replaces the buffers on the device by ones that begin with a page of the host."""

@@ -200,8 +200,8 @@ class TreeCache(StateCache):
 
         Raises:
             TypeError, ValueError: `batch` is no such integer; this cache holds no tokens, several
-                sequences, or a part of a forward pass, was made by `share`, or has a max_length or
-                attention that is cut at blocks.
+                sequences, or a part of a forward pass, was made by `share`, or has a max_length,
+                far keys or attention that is cut at blocks.
 
         For example::
 
@@ -329,8 +329,9 @@ class TreeCache(StateCache):
 
         Raises:
             TypeError: `tokens` are no such ids.
-            ValueError: the cache holds no tokens, is inside a forward pass, or has a layout that is
-                none of this package; or it holds another number of tokens, or several sequences.
+            ValueError: the cache holds no tokens, is inside a forward pass, or has far keys or a
+                layout that is none of this package; or it holds another number of tokens, or
+                several sequences.
             OSError: a file cannot be written, or the first rank does not find another rank's.
             ExchangeError: one of that happened on another rank, or a rank was lost.
         """
@@ -385,7 +386,8 @@ class TreeCache(StateCache):
         that matters. For another world size, `save` and `load`.
 
         Raises:
-            ValueError: `layout` is for another world size, or has no rank for a slot in use.
+            ValueError: `layout` is for another world size, or has no rank for a slot in use; or the
+                cache has far keys.
             ExchangeError: the ranks differ, and nothing was moved; or a rank was lost.
         """
         old = self.shard
