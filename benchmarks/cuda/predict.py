@@ -346,7 +346,8 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
     if code.two_levels:
         workers = min(workers, RADIX * max_merged * outputs * len(case.lengths))
     range_of_worker = -(-line // workers)  # of the line
-    longest = -(-range_of_worker // size)  # range of a block
+    # Of a block of one, and of one of a cluster, which shares out the tiles alone.
+    longest = range_of_worker if size == 1 else -(-(range_of_worker - OVERHEAD_TILES) // size)
     resident = -(-workers * size // machine.multiprocessors)  # blocks of a multiprocessor
     of_warp = instructions(case, tile, code)
     columns = case.head_dim + (case.latent_dim or case.head_dim)

@@ -29,7 +29,8 @@ cudaError_t launch_kernel(void (*kernel)(Params), unsigned num_blocks, unsigned 
     attributes[0].val.programmaticStreamSerializationAllowed = early;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim = {cluster_size, 1, 1};
-    cudaLaunchConfig_t config{num_blocks, num_threads, shared_bytes, stream, attributes, 2};
+    cudaLaunchConfig_t config{num_blocks, num_threads, shared_bytes,
+                              stream,     attributes,  cluster_size > 1 ? 2u : 1u};
     return cudaLaunchKernelEx(&config, kernel, params);
   }
   kernel<<<num_blocks, num_threads, shared_bytes, stream>>>(params);

@@ -167,6 +167,8 @@ __device__ void store_empty(const OutputRows& rows, int head_dim_v, const Output
 //     OutputSink           output.cuh   the caller's tensors, for an output of this block alone
 //     PartialStates::Sink  fixup.cuh    the workspace, for an output that blocks share
 //     StateSink            fixup.cuh    one of the two
+//     ClusterSink          cluster.cuh  the block's shared memory, for its cluster
+//     BlockSink            cluster.cuh  one of these two
 //   merge_cluster  cluster.cuh        the states of a worker's blocks become one
 //   complete_output  fixup.cuh        the last worker to arrive merges the partial states
 template <typename Element, typename Config>

@@ -83,7 +83,7 @@ class OutputCursor {
 
   const LaunchParams& params_;
   const BlockRange& range_;
-  int position_;  // of the output on the line, from where the block's range begins
+  int position_;  // of the output on the line, from where the worker's range begins
   int unit_, head_kv_;
   Keys keys_;
 };

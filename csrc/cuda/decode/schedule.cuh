@@ -45,8 +45,8 @@ struct ScheduleMemory {
 };
 
 // A worker is a cluster of neighbouring blocks (cluster.cuh), or one block.
-// With more rows the latency of a merge, which clusters save, is little.
 constexpr int kMaxClusterBits = 3;  // eight blocks are the most that every device takes
+// With more rows the latency of a merge, which clusters save, is little.
 template <typename Config>
 constexpr bool kFormsClusters = kHasClusters && Config::kRows <= 16;
 
