@@ -125,8 +125,10 @@ def test_stamps(
         for which in ("last", "median"):
             assert min(row[which].values()) >= 0 and row[which]["loop"] > 0
             assert f"| {row['name']} | {which} |" in page
-        # Whoever ends last has merged, and every stretch of its way is known.
-        assert row["last"]["count"] > 0 and row["last"]["merge"] > 0
+        # Outputs of few rows are whole in a cluster. Of others whoever ends last has merged, and
+        # every stretch of its way is known.
+        merges = "q=12" in row["name"]
+        assert (row["last"]["count"] > 0, row["last"]["merge"] > 0) == (merges, merges)
 
 
 def test_a_shape_that_fails_leaves_the_others(
