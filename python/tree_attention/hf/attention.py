@@ -162,7 +162,8 @@ def _over_shard(
 
     def decode(own: slice) -> tuple[Tensor, Tensor]:
         if state is not None:
-            return all_merge_states(*(x[:, :, own].contiguous() for x in state), **merging)
+            o, lse = (x[:, :, own].contiguous() for x in state)
+            return all_merge_states(o, lse, **merging)
         q, its = query[:, :, own], [part.of(own) for part in parts]
         if len(its) == 1:
             (part,) = its
