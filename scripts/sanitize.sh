@@ -41,26 +41,22 @@ cpu_flags=(-Itests/cpp/shim -isystem "$torch_include" -include tests/amx_emulato
 cuda_flags=(-Itests/cuda_emulator -Wno-maybe-uninitialized -Wno-unknown-pragmas
   -no-pie -Wl,--unresolved-symbols=ignore-in-object-files)
 
-# compile FOLDER SOURCES... -- FLAGS...: makes FOLDER/tests. Sources begin with the standard library's
-# headers, compiled once, which are most of what the tests include.
+# compile FOLDER SOURCES... -- FLAGS...: makes FOLDER/tests.
 compile() {
-  local folder=$build/$1 sources=() objects=() header=standard_library.h
+  local folder=$build/$1 sources=() objects=()
   for (( ; $# > 1; )); do
     shift
     [[ $1 == -- ]] && break
     sources+=("$1") objects+=("$folder/${1//\//_}.o")
   done
   shift
-  local flags=(-std=c++20 -O1 -g1 -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra
-    -Itests/cpp -Icsrc -I. "$@")
   printf '\033[1m== %s\033[0m\n' "$folder"
   mkdir -p "$folder"
-  cp "tests/cuda_emulator/$header" "$folder"
-  "${CXX:-g++}" "${flags[@]}" -xc++-header "$folder/$header" -o "$folder/$header.gch"
   printf '%s\n' "${sources[@]}" | xargs -P "${MAX_JOBS:-$(nproc)}" -I '{}' bash -c '
     source=$1; object=$2/${source//\//_}.o; shift 2
     exec ${CXX:-g++} "$@" -c -xc++ "$source" -o "$object"' - '{}' "$folder" \
-    -include "$folder/$header" "${flags[@]}"
+    -std=c++20 -O1 -g1 -fno-omit-frame-pointer -ffp-contract=off -Wall -Wextra \
+    -Itests/cpp -Icsrc -I. "$@"
   "${CXX:-g++}" "$@" "${objects[@]}" -pthread -o "$folder/tests"
 }
 
