@@ -47,7 +47,8 @@ ROWS = 8
 DOCUMENT = 65536 - 512
 TOKENIZER = ROOT / "examples" / "passkey-llama"
 QUESTIONS = tuple(f" What is the number of the garden {i}?" for i in range(1, 1 + ROWS))
-# Of a logit by the largest: some roundings of bfloat16, which differ where batches do.
+# The largest error of a logit, as a share of the largest logit: some roundings of bfloat16, which
+# differ between batches.
 MOST_ERROR = 8 * torch.finfo(torch.bfloat16).eps
 
 
@@ -168,7 +169,8 @@ def run_case(case: DocumentCase, tokens: int, allowed: set[int]) -> dict[str, An
 
 
 def bytes_per_token(config: Any, kv_dtype: str | None) -> int:
-    """Of the keys and values of all layers; 8 bits have a scale of float32 for each head."""
+    """The bytes that a token's keys and values take in all layers; those of 8 bits have a float32
+    scale for each head."""
     row = 2 * config.head_dim if kv_dtype is None else config.head_dim + 4
     return int(config.num_hidden_layers * 2 * config.num_key_value_heads * row)
 

@@ -346,7 +346,7 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
     if code.two_levels:
         workers = min(workers, RADIX * max_merged * outputs * len(case.lengths))
     range_of_worker = -(-line // workers)  # of the line
-    # Of a block of one, and of one of a cluster, which shares out the tiles alone.
+    # A single block has outputs' overhead in its range; blocks of a cluster share out tiles alone.
     longest = range_of_worker if size == 1 else -(-(range_of_worker - OVERHEAD_TILES) // size)
     resident = -(-workers * size // machine.multiprocessors)  # blocks of a multiprocessor
     of_warp = instructions(case, tile, code)

@@ -82,8 +82,8 @@ int64_t most_in_two_levels(const DecodeParams& p) {
   return std::max<int64_t>(1, num_outputs<Config>(p)) * parts;
 }
 
-// Those of so many resident blocks that clusters of eight take at least. A cluster lies within one
-// of the device's processing clusters, of which a Hopper's have 16 or 18 multiprocessors.
+// How many of the resident blocks clusters of eight can take at least. A cluster lies within one of
+// the device's processing clusters, of which a Hopper's have 16 or 18 multiprocessors.
 int64_t in_eights(int64_t resident) { return resident - resident / 9; }
 
 // An output may be left whole to one cluster, though that uses fewer blocks, where each of them has

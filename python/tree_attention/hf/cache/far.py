@@ -40,7 +40,7 @@ class Run:
 
     @property
     def num_pages(self) -> int:
-        """Of each sequence."""
+        """The number of pages of each sequence."""
         return self.table.shape[1]
 
     @property
@@ -69,7 +69,7 @@ class HostPages:
 
     @property
     def num_pages(self) -> int:
-        """Of each sequence."""
+        """The number of pages of each sequence."""
         return sum(run.num_pages for run in self.runs)
 
     @property
