@@ -180,15 +180,20 @@ def test_what_the_record_of_torch_has_written(program: Path) -> None:
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, last)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_go_on_to_the_ranks(program: Path, number: signal.Signals) -> None:
-    with subprocess.Popen(
-        command("-n", 2, program, "wait"),
+def waiting(size: int, program: Path) -> subprocess.Popen[str]:
+    """A launcher whose ranks wait until they are ended."""
+    return subprocess.Popen(
+        command("-n", size, program, "wait"),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as launcher:
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_go_on_to_the_ranks(program: Path, number: signal.Signals) -> None:
+    with waiting(2, program) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None
         assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         launcher.send_signal(number)
@@ -199,13 +204,7 @@ def test_signals_go_on_to_the_ranks(program: Path, number: signal.Signals) -> No
 
 def test_a_launcher_that_was_stopped_goes_on(program: Path) -> None:
     """As by Ctrl-Z and fg: a wait that lasted longer than it should have has brought no signal."""
-    with subprocess.Popen(
-        command("-n", 1, program, "wait"),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launcher:
+    with waiting(1, program) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None
         assert launcher.stdout.readline() == "ready\n"
         for _ in range(2):
