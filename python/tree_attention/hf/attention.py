@@ -3,6 +3,7 @@
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -160,15 +161,17 @@ def _over_shard(
     if isinstance(layer, FarLayer):
         state = attend_to_parts(query, parts, torch.float32, out_dtype)
 
-    def decode(own: slice) -> tuple[Tensor, Tensor]:
-        if state is not None:
-            o, lse = (x[:, :, own].contiguous() for x in state)
-            return all_merge_states(o, lse, **merging)
-        q, its = query[:, :, own], [part.of(own) for part in parts]
-        if len(its) == 1:
-            (part,) = its
+    def decode(q: Tensor, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+        if len(parts) == 1:
+            (part,) = parts
             return shard.decode(q, part.keys, part.values, part.ranges, **part.options, **merging)
-        return all_merge_states(*attend_to_parts(q, its, torch.float32, out_dtype), **merging)
+        return all_merge_states(*attend_to_parts(q, parts, torch.float32, out_dtype), **merging)
+
+    def piece(own: slice) -> tuple[Tensor, Tensor]:
+        if state is None:
+            return decode(query[:, :, own], [part.of(own) for part in parts])
+        o, lse = (x[:, :, own].contiguous() for x in state)
+        return all_merge_states(o, lse, **merging)
 
     # States of a query, as many on all ranks.
     num_states = -(-layer.kv_length // shard.blocks.size) if shard.blocks.size else 1
@@ -176,9 +179,9 @@ def _over_shard(
     state_bytes = 4 * batch * num_heads_q * (layer.head_dim_v + 1) * num_states
     step = max(1, _MAX_STATE_BYTES // state_bytes)
     if seqlen_q <= step:
-        return decode(slice(None))
+        return decode(query, parts) if state is None else all_merge_states(*state, **merging)
     pieces = (slice(begin, begin + step) for begin in range(0, seqlen_q, step))
-    states = map(decode, pieces)
+    states = map(piece, pieces)
     o, lse = zip(*states, strict=True)
     return torch.cat(o, dim=2), torch.cat(lse, dim=2)
 
