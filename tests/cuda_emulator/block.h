@@ -10,7 +10,6 @@
 #include <functional>
 #include <memory>
 #include <source_location>
-#include <utility>
 #include <vector>
 
 #include "async_copies.h"
@@ -87,8 +86,8 @@ struct Grid {
 };
 
 struct Block {
-  Block(Grid* grid, unsigned index, std::shared_ptr<Cluster> of_cluster)
-      : grid(grid), index(index), cluster(std::move(of_cluster)), shared_bytes(grid->shared_bytes) {
+  Block(Grid* grid, unsigned index, Cluster* of_cluster)
+      : grid(grid), index(index), cluster(of_cluster), shared_bytes(grid->shared_bytes) {
     cluster->blocks.push_back(this);
     const size_t size = (shared_bytes + kRedzone + kSharedAlignment - 1) & ~(kSharedAlignment - 1);
     shared.reset(static_cast<char*>(std::aligned_alloc(kSharedAlignment, size)));
@@ -110,7 +109,7 @@ struct Block {
 
   Grid* grid;
   unsigned index;
-  std::shared_ptr<Cluster> cluster;
+  Cluster* cluster;
   size_t shared_bytes;
   struct Free {
     void operator()(char* memory) const { std::free(memory); }

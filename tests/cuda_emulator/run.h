@@ -111,7 +111,7 @@ class Run {
 
   void cluster_barrier(const std::source_location& where) {
     Block& block = *current->warp->block;
-    const std::shared_ptr<Cluster> cluster = block.cluster;
+    Cluster* const cluster = block.cluster;
     void* object = cluster->barrier.object();
     release(object);
     const unsigned all = block.grid->num_threads * block.grid->cluster_size;
@@ -157,13 +157,13 @@ class Run {
   }
 
   void begin_cluster(Grid& grid, unsigned index) {
-    const auto cluster = std::make_shared<Cluster>();
+    clusters_.push_back(std::make_unique<Cluster>());
     for (unsigned rank = 0; rank < grid.cluster_size; ++rank) {
-      begin_block(grid, index * grid.cluster_size + rank, cluster);
+      begin_block(grid, index * grid.cluster_size + rank, clusters_.back().get());
     }
   }
 
-  void begin_block(Grid& grid, unsigned index, const std::shared_ptr<Cluster>& cluster) {
+  void begin_block(Grid& grid, unsigned index, Cluster* cluster) {
     ++counters().blocks;
     ++grid.begun;
     blocks_.push_back(std::make_unique<Block>(&grid, index, cluster));
@@ -353,6 +353,9 @@ class Run {
   const Grids& grids_;
   Random random_;
   unsigned switch_period_;
+  // They live as long as the run: stacks of threads that an error stops are not unwound, so that no
+  // thread may own one.
+  std::vector<std::unique_ptr<Cluster>> clusters_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Warp*> runnable_;
   Fiber os_thread_;
