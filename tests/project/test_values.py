@@ -131,6 +131,10 @@ def unequal(hosts: str, column: str = "ms per token") -> Callable[[], float]:
     return lambda: cell("unequal", column, hosts=hosts)
 
 
+def documents(case: str, column: str = "together /alone") -> Callable[[], float]:
+    return lambda: cell("documents", column, case=case)
+
+
 def bracket(text: str, index: int = 0) -> float:
     """A number in the brackets of a cell."""
     return float(text.partition("(")[2].rstrip(")").split(",")[index])
@@ -493,7 +497,12 @@ VALUES: dict[str, Callable[[], float]] = {
     "cluster.calibrated_worst": auto(CALIBRATED, WORST),
     "unequal.alone": unequal("100 %, alone"),
     "unequal.even": unequal("100 % + 33 %, even"),
+    "unequal.given": unequal("100 % + 33 %, 3,1"),
     "unequal.auto": unequal("100 % + 33 %, auto"),
+    "documents.cache": documents("Qwen3 0.6B, bf16"),
+    "documents.small": documents("Llama 3.2 1B, bf16"),
+    "documents.weights": documents("Llama 3.1 8B, int8"),
+    "documents.memory": documents("Llama 3.1 8B, int8", "memory"),
     "cascade.bf16": lambda: cell(
         "cascade", "lean_decode /cascade", case="8 rows, 32768 keys, bf16"
     ),
@@ -508,7 +517,9 @@ VALUES: dict[str, Callable[[], float]] = {
     "unequal.planned": unequal("100 % + 33 %, auto", "planned ms"),
     "unequal.very_slow": unequal("100 % + 10 %, auto"),
     "unequal.planned_very_slow": unequal("100 % + 10 %, auto", "planned ms"),
-    "unequal.ceiling": unequal("100 % + 100 %, auto", "of the sum of speeds"),
+    "unequal.very_slow_even": unequal("100 % + 10 %, even"),
+    "unequal.ceiling": unequal("100 % + 100 %, even", "of the sum of speeds"),
+    "unequal.ceiling_again": unequal("100 % + 100 %, auto", "of the sum of speeds"),
     "engines.eager": lambda: cell("engines", "decode ms", context="4096", engine="ours"),
     "engines.compiled": lambda: cell("engines", "decode ms", context="4096", x="ours_compiled"),
 }
