@@ -29,12 +29,15 @@ HEAD = """<!doctype html>
 """
 
 
-def dense(model: models.Model) -> dict[str, Any]:
-    """Return the numbers of a model as the page's arithmetic takes them."""
-    (attention,) = model.attention
-    if attention.window or attention.latent or model.weights.experts or model.states_bytes:
-        raise ValueError(f"docs/estimate.html has no arithmetic for {model.name}")
-    return {**asdict(model), "attention": asdict(attention), "weights": asdict(model.weights)}
+def dense() -> dict[str, dict[str, Any]]:
+    """Return the numbers of the named models for which the page has arithmetic: no experts and no
+    latents."""
+    return {
+        name: {**asdict(model), "attention": asdict(attention), "weights": asdict(model.weights)}
+        for name, model in models.NAMED.items()
+        for attention in model.attention
+        if not model.weights.experts and not attention.latent
+    }
 
 
 def tables() -> str:
@@ -48,7 +51,7 @@ def tables() -> str:
             "FP32": models.FP32,
             "CHUNK": arithmetic.Work(1).chunk,
             "SUSTAINED": machines.SUSTAINED,
-            "models": {name: dense(model) for name, model in models.NAMED.items()},
+            "models": dense(),
             "machines": {name: asdict(x) for name, x in machines.MACHINES.items()},
             "links": {name: asdict(x) for name, x in machines.LINKS.items()},
             "kv_dtypes": models.KV_DTYPES,

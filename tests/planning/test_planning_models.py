@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from benchmarks.harness.published_shapes import SHAPES
 from hf_families import CHOOSING, HYBRIDS, REFUSED, WORKING, Family, make_model
 from tree_attention import hf
 from tree_attention.cli.models import find_model, from_config
@@ -113,7 +114,7 @@ def test_cache_is_as_large_as_a_model_fills_it(family: Family) -> None:
     ("name", "total"),
     [
         *(("llama-3.2-1b", 1.23), ("llama-3.2-3b", 3.21), ("llama-3.1-8b", 8.03)),
-        *(("llama-3.1-70b", 70.6), ("llama-3.1-405b", 405)),
+        *(("llama-3.1-70b", 70.6), ("llama-3.1-405b", 405), ("qwen3-30b-a3b", 30.5)),
     ],
 )
 def test_named_shapes_have_as_many_weights_as_their_model_cards_say(
@@ -131,6 +132,16 @@ def test_named_llama_is_what_transformers_makes_of_it() -> None:
     )
     named = NAMED["llama-3.2-1b"]
     assert from_config(named.name, config) == named
+
+
+def test_named_models_with_experts_are_what_transformers_makes_of_them() -> None:
+    shape = SHAPES["qwen3-30b-a3b"]
+    fields = {**shape.fields, "num_hidden_layers": shape.published_layers}
+    qwen = from_config(shape.title, AutoConfig.for_model("qwen3_moe", **fields))
+    assert qwen == NAMED["qwen3-30b-a3b"]
+    # Its configuration without arguments is that of the published model.
+    glm = from_config("GLM-4.7-Flash", AutoConfig.for_model("glm4_moe_lite"))
+    assert glm == NAMED["glm-4.7-flash"]
 
 
 def test_distinct_experts_of_several_tokens() -> None:

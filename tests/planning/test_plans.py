@@ -141,6 +141,10 @@ def test_verdicts() -> None:
     assert "never makes a token faster than tensor parallel" in eight[1]
     sixteen = replace(PLAN, ranks=16)
     assert f"from {sixteen.break_even(SPLIT_BY_HEADS, TENSOR):,}" in sixteen.verdicts()[1]
+    # Ranks that split heads have copies of latents, so that only T = 1 splits their cache.
+    latents = Plan(NAMED["glm-4.7-flash"], Hosts(MACHINES["cpu"], LINKS["10gbe"]), 4, PLAN.work)
+    assert latents.break_even(SPLIT_BY_HEADS, TENSOR) is None
+    assert f"from {latents.break_even(SPLIT, TENSOR):,} tokens on" in latents.verdicts()[1]
     busy = replace(PLAN, work=replace(PLAN.work, sequences=8))
     assert "never makes a token faster than data parallel" in busy.verdicts()[0]
     large = replace(

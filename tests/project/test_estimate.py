@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from browser import console_of, needs_browser
-from estimate import alone
+from estimate import alone, dense
 from tree_attention.planning.arithmetic import ALL_FORMS, DATA, FORMS, MAX_CONTEXT, Plan, Work
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES
 
 CHOICES = {
-    "model": list(NAMED),
+    "model": list(dense()),
     "machine": list(MACHINES),
     "link": list(LINKS),
     "kv": list(KV_DTYPES),

@@ -78,7 +78,7 @@ class Split:
     work: Work
     shares: tuple[int, ...] | None = None
     rank: int = 0
-    size: int | None = None  # tensor_parallel_size, if it is not that of the form
+    size: int | None = None  # tensor_parallel_size, if the form does not say it
 
     @property
     def has_split_weights(self) -> bool:
@@ -357,12 +357,12 @@ class Plan:
         sentences = ["Without split weights: the model does not fit on a rank."]
         if longest > 0:
             fits = f"the whole model and cache fit on one rank up to {longest:,} tokens"
-            sentences = [f"Without split weights: {self._pays(WHOLE, DATA)}; {fits}."]
+            sentences = [f"Without split weights: {self._pays(DATA, WHOLE)}; {fits}."]
         sentences += [
             f"Refused: {why}." for why in (model.not_split, model.prompts_not_split) if why
         ]
         if not model.not_split and not self.split(TENSOR).obstacle:
-            sentences.append(f"With split weights: {self._pays(SPLIT_BY_HEADS, TENSOR)}.")
+            sentences.append(f"With split weights: {self._pays(TENSOR, SPLIT, SPLIT_BY_HEADS)}.")
         if model.not_cut:
             weights = model.weights
             whole = weights.itemsize * (weights.whole + weights.vectors + weights.tables)
@@ -370,9 +370,10 @@ class Plan:
             sentences.append(f"With split weights: {of} of a rank are not cut: {model.not_cut}.")
         return sentences
 
-    def _pays(self, sharded: str, other: str) -> str:
-        context = self.break_even(sharded, other)
-        if context is None:
+    def _pays(self, other: str, *sharded: str) -> str:
+        contexts = [x for form in sharded if (x := self.break_even(form, other)) is not None]
+        if not contexts:
             return f"splitting the cache never makes a token faster than {other}"
+        context = min(contexts)
         where = f"from {context:,} tokens on" if context > 0 else "at any context"
         return f"splitting the cache makes a token faster than {other} {where}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Shapes of models as the arithmetic needs them, and some dense ones by name."""
+"""Shapes of models as the arithmetic needs them, and some by name."""
 
 from __future__ import annotations
 
@@ -189,10 +189,56 @@ def llama(
     return Model(name, hidden, vocab, (attention,), weights, layers, sums=2 * layers)
 
 
+def qwen3_30b_a3b() -> Model:
+    """Return the shape of Qwen3 30B A3B: each of its 48 layers has 128 experts."""
+    layers, hidden, experts = 48, 2048, 128
+    attention = Attention(layers, heads=32, kv_heads=4, key=128, value=128)
+    head = layers * hidden * attention.key
+    weights = Weights(
+        q=head * attention.heads,
+        kv=head * attention.kv_heads * 2,
+        split=head * attention.heads,
+        whole=layers * hidden * experts,
+        vectors=layers * (2 * hidden + 2 * attention.key) + hidden,
+        head=151936 * hidden,
+        embedding=151936 * hidden,
+        experts=layers * experts * 3 * hidden * 768,
+        num_experts=experts,
+        chosen=8,
+    )
+    return Model("Qwen3 30B A3B", hidden, 151936, (attention,), weights, layers, sums=2 * layers)
+
+
+def glm_4_7_flash() -> Model:
+    """Return the shape of GLM-4.7-Flash: its cache holds latents, its first layer is dense, and
+    each of the 46 others has 64 experts and a shared one."""
+    layers, hidden, experts = 47, 2048, 64
+    queries, latent, shared = 768, 512, 64  # columns of the latents and of the key all heads share
+    attention = Attention(layers, 20, kv_heads=1, key=256, value=256, latent=(latent, shared))
+    mlp = 3 * hidden * 1536  # of an expert
+    keys_and_values = attention.key - shared + attention.value
+    weights = Weights(
+        q=layers * attention.heads * (queries * attention.key + latent * keys_and_values),
+        split=layers * attention.heads * attention.value * hidden
+        + 3 * hidden * 10240
+        + (layers - 1) * mlp,
+        whole=layers * hidden * (queries + latent + shared) + (layers - 1) * hidden * experts,
+        vectors=layers * (2 * hidden + queries + latent) + hidden,
+        head=154880 * hidden,
+        embedding=154880 * hidden,
+        experts=(layers - 1) * experts * mlp,
+        num_experts=experts,
+        chosen=4,
+    )
+    return Model("GLM-4.7-Flash", hidden, 154880, (attention,), weights, layers, sums=2 * layers)
+
+
 NAMED = {
     "llama-3.2-1b": llama("Llama 3.2 1B", 16, 2048, 8192, 32, 8, 128256, 64, tied=True),
     "llama-3.2-3b": llama("Llama 3.2 3B", 28, 3072, 8192, 24, 8, 128256, tied=True),
     "llama-3.1-8b": llama("Llama 3.1 8B", 32, 4096, 14336, 32, 8, 128256),
     "llama-3.1-70b": llama("Llama 3.1 70B", 80, 8192, 28672, 64, 8, 128256),
     "llama-3.1-405b": llama("Llama 3.1 405B", 126, 16384, 53248, 128, 8, 128256),
+    "qwen3-30b-a3b": qwen3_30b_a3b(),
+    "glm-4.7-flash": glm_4_7_flash(),
 }
