@@ -82,6 +82,21 @@ def test_a_merge_passes_without_torch(installed):
     assert result.returncode == 0 and "9 passed" in result.stdout, result.stdout
 
 
+def test_the_program_of_the_page_runs_without_torch(installed):
+    (program,) = re.findall(r"```python\n(.*?)```", (KIT / "README.md").read_text(), re.DOTALL)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=installed,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    *cases, passed = result.stdout.splitlines()
+    assert passed == "True" and len(cases) == 9
+    assert all(line.startswith("ok ") for line in cases)
+
+
 @pytest.mark.deep
 def test_a_wrong_merge_is_told(installed):
     """In the lines that the kit's own page shows."""
