@@ -10,7 +10,7 @@ import pytest
 from test_figures import NUMBER
 from test_values import cache_gb, state_kb
 from tree_attention.__main__ import main
-from tree_attention.planning.arithmetic import Plan, Work
+from tree_attention.planning.arithmetic import FORMS, TENSOR, Plan, Work
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts
 from tree_attention.planning.models import NAMED
 
@@ -27,28 +27,67 @@ def test_the_two_commands_of_a_fresh_clone_stand_side_by_side():
         assert re.search(r"^source .*/setup\"$", text, re.MULTILINE), f"{command} does not set up"
 
 
-def plan_of(ranks: int, context: int) -> Plan:
-    hosts = Hosts(MACHINES["cpu"], LINKS["10gbe"])
-    return Plan(NAMED["llama-3.1-8b"], hosts, ranks, Work(context))
+def plan_of(model: str, context: int, ranks: int) -> Plan:
+    return Plan(NAMED[model], Hosts(MACHINES["cpu"], LINKS["10gbe"]), ranks, Work(context))
+
+
+def gb(count: float) -> str:
+    return f"{count / 1e9:.1f}"
+
+
+def seconds(plan: Plan, form: str) -> float:
+    return plan.split(form).token_seconds(plan.hosts).total
+
+
+def times(plan: Plan, form: str) -> list[str]:
+    """Milliseconds of a token and minutes of the prompt, as the page shows them."""
+    if plan.refusal(form):
+        return ["not possible"] * 2
+    minutes = plan.split(form).prefill_seconds(plan.hosts).total / 60
+    return [f"{1e3 * seconds(plan, form):.0f} ms", f"{minutes:.1f} minutes"]
+
+
+def after_the_plan() -> tuple[str, list[list[str]], list[list[str]]]:
+    """The command `plan`, and the cells of the two tables after it."""
+    text = README.replace("\\\n", " ")
+    (command,) = re.findall(r"^python -m tree_attention (plan .*)$", text, re.MULTILINE)
+    after = text.partition(command)[2].partition("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", after, re.MULTILINE)
+    first, second = (
+        [[cell.strip() for cell in row.strip("|").split("|")] for row in x.splitlines()[2:]]
+        for x in tables
+    )
+    return command, first, second
 
 
 def test_rows_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """The command runs, and the table after it says what its best form takes."""
-    text = README.replace("\\\n", " ")
-    (command,) = re.findall(r"^python -m tree_attention (plan .*)$", text, re.MULTILINE)
+    command, rows, _ = after_the_plan()
     assert main(shlex.split(command)) == 0
-    assert "4 ranks" in capsys.readouterr().out
-    table = re.findall(r"(?:^\|.*\n)+", text.partition(command)[2], re.MULTILINE)[0]
-    rows = [NUMBER.findall(line) for line in table.splitlines()[2:]]
+    assert "196,608 tokens, 4 ranks" in capsys.readouterr().out
     assert [row[0] for row in rows] == ["1", "2", "4", "8"]
-    for hosts, *shown in rows:
-        plan = plan_of(int(hosts), 128 << 10)
-        split = plan.split(plan.best())
-        assert shown == [
-            f"{(split.weights_bytes + split.cache_bytes) / 1e9:.1f}",
-            f"{1e3 * split.token_seconds(plan.hosts).total:.0f}",
-            f"{split.prefill_seconds(plan.hosts).total / 60:.1f}",
-        ]
+    for hosts, held, *shown in rows:
+        plan = plan_of("glm-4.7-flash", 192 << 10, int(hosts))
+        best = times(plan, plan.best())
+        assert held == f"{gb(plan.split(plan.best()).held_bytes)} GB"
+        assert shown[0::2] == best and shown[1::2] == times(plan, TENSOR)
+
+
+def test_models_with_few_and_many_heads() -> None:
+    """Splitting by heads next to the fastest way to split tokens. The faster one is bold."""
+    rows = after_the_plan()[-1]
+    assert len(rows) == 4
+    for name, heads, hosts, *shown in rows:
+        title, thousands = re.fullmatch(r"(.*), ([\d,]+)k tokens", name).groups()
+        (model,) = (key for key, model in NAMED.items() if model.name == title)
+        plan = plan_of(model, int(thousands.replace(",", "")) << 10, int(hosts))
+        assert heads.split()[0] == str(plan.model.kv_heads)
+        tokens = [x for x in FORMS if plan.split(x).tensor_parallel_size < int(hosts)]
+        forms = TENSOR, min(tokens, key=lambda form: seconds(plan, form))
+        assert shown[:2] == [f"{gb(plan.split(form).cache_bytes)} GB" for form in forms]
+        assert [x.strip("*") for x in shown[2:]] == [times(plan, form)[0] for form in forms]
+        first, second = (seconds(plan, form) for form in forms)
+        assert [x.startswith("**") for x in shown[2:]] == [first < second, second < first]
 
 
 def test_numbers_of_the_architecture():

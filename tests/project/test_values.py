@@ -6,13 +6,26 @@ The lab's tests compare names that begin with "lab."."""
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness.published_shapes import SHAPES
 from benchmarks.harness.results import number, read_table
-from test_figures import HOSTS, NUMBER, PASS_Q, ROOT, TOKEN, TREE, TWO, rounds_to, scaling, value
+from test_figures import (
+    HOSTS,
+    NUMBER,
+    ONE,
+    PASS_Q,
+    ROOT,
+    TOKEN,
+    TREE,
+    TWO,
+    rounds_to,
+    scaling,
+    value,
+)
 from tree_attention.planning.arithmetic import (
     PROMPTS,
     SPLIT,
@@ -23,7 +36,7 @@ from tree_attention.planning.arithmetic import (
     Split,
     Work,
 )
-from tree_attention.planning.machines import LINKS, MACHINES, Hosts, Machine
+from tree_attention.planning.machines import LINKS, MACHINES, Hosts, Link, Machine
 from tree_attention.planning.models import NAMED
 from tree_attention.planning.unequal import Group
 
@@ -91,6 +104,11 @@ def sums(file: str, way: str) -> Callable[[], float]:
     return lambda: cell(file, "us", KiB="4", way=way)
 
 
+def merged(method: str) -> Callable[[], float]:
+    """ms of a merge of one sequence between two hosts."""
+    return lambda: value("cluster", {"case": "lan p=2 B=1 n=256", "method": method}, "ms")
+
+
 def auto(rule: str, pattern: str) -> Callable[[], float]:
     """A number of the notes of cluster.md on what a rule takes."""
     return lambda: float(noted("cluster", rf"{rule} is within 10 % of the best .*{pattern}"))
@@ -101,6 +119,7 @@ def noted(file: str, pattern: str) -> str:
     return found
 
 
+FEW_LATENTS = r"path of few rows takes ([\d.]+) ms and the path of packed blocks ([\d.]+) ms"
 WITHIN, WORST = r"in (\d+) of 36", r"at worst ([\d.]+) times"
 RULE, CALIBRATED = "that the shipped rule takes", "the strategy that calibrated auto took"
 
@@ -230,26 +249,49 @@ def experts(way: str) -> Callable[[], float]:
 
 
 LLAMA_8B = NAMED["llama-3.1-8b"]
+CPU_HOSTS = Hosts(MACHINES["cpu"], LINKS["10gbe"])
 
 
 def planned(form: str) -> tuple[float, float]:
     """Seconds of a token and of a prompt on four hosts, in the table of docs/parallelism.md."""
-    hosts = Hosts(MACHINES["cpu"], LINKS["10gbe"])
     split = Split(LLAMA_8B, form, 4, Work(128 << 10))
-    return split.token_seconds(hosts).total, split.prefill_seconds(hosts).total
+    return split.token_seconds(CPU_HOSTS).total, split.prefill_seconds(CPU_HOSTS).total
 
 
-def on_16_hosts(is_ours: bool) -> tuple[float, float]:
-    """ms per token and GB of cache on each host for a million tokens, by the fastest form and by
-    tensor parallelism alone."""
-    plan = Plan(LLAMA_8B, Hosts(MACHINES["cpu"], LINKS["10gbe"]), 16, Work(1 << 20))
-    split = plan.split(plan.best() if is_ours else TENSOR)
-    return 1e3 * split.token_seconds(plan.hosts).total, split.cache_bytes / 1e9
+def glm(ranks: int, form: str | None = None) -> Split:
+    """GLM-4.7-Flash with 196,608 tokens on the hosts of README.md, split in the fastest way."""
+    plan = Plan(NAMED["glm-4.7-flash"], CPU_HOSTS, ranks, Work(192 << 10))
+    return plan.split(form or plan.best())
 
 
-def cache_gb(ranks: int) -> float:
-    """GB of cache on each of so many ranks for a million tokens."""
-    return Split(LLAMA_8B, SPLIT, ranks, Work(1 << 20)).cache_bytes / 1e9
+def token_ms(split: Split) -> float:
+    return 1e3 * split.token_seconds(CPU_HOSTS).total
+
+
+def eight_h100(form: str) -> dict[str, float]:
+    """A token of Qwen3 30B A3B with 262,144 tokens, and its cache on each GPU."""
+    split = Split(NAMED["qwen3-30b-a3b"], form, 8, Work(256 << 10))
+    seconds = split.token_seconds(Hosts(MACHINES["h100"], LINKS["nvlink"])).total
+    return {"ms": 1e3 * seconds, "gb": split.cache_bytes / 1e9}
+
+
+def on_two(link: Link) -> tuple[float, float]:
+    """Milliseconds of a token and minutes of a prompt of 131,072 tokens of Llama 3.1 8B on the two
+    servers of docs/two_servers.md, by tensor parallelism over this link."""
+    hosts, split = Hosts(MACHINES["cpu"], link), Split(LLAMA_8B, TENSOR, 2, Work(128 << 10))
+    return 1e3 * split.token_seconds(hosts).total, split.prefill_seconds(hosts).total / 60
+
+
+def enough_for_prompts() -> float:
+    """Gb/s from which on two servers read that prompt faster than one."""
+    alone = Split(LLAMA_8B, WHOLE, 1, Work(128 << 10)).prefill_seconds(CPU_HOSTS).total / 60
+    links = (replace(LINKS["10gbe"], bandwidth=rate * 1.25e7) for rate in range(1, 101))
+    return next(link.bandwidth / 1.25e8 for link in links if on_two(link)[1] < alone)
+
+
+def cache_gb(ranks: int, tokens: int = 1 << 20) -> float:
+    """GB of the cache of Llama 3.1 8B on each of so many ranks."""
+    return Split(LLAMA_8B, SPLIT, ranks, Work(tokens)).cache_bytes / 1e9
 
 
 def state_kb() -> float:
@@ -308,11 +350,18 @@ VALUES: dict[str, Callable[[], float]] = {
     "front.cache_gb": lambda: cache_gb(1),
     "front.rank_gb": lambda: cache_gb(4),
     "front.state_kb": state_kb,
-    "front.ours_ms": lambda: on_16_hosts(True)[0],
-    "front.ours_gb": lambda: on_16_hosts(True)[1],
-    "front.tensor_ms": lambda: on_16_hosts(False)[0],
-    "front.tensor_gb": lambda: on_16_hosts(False)[1],
+    "front.glm_one_ms": lambda: token_ms(glm(1)),
+    "front.glm_tensor_ms": lambda: token_ms(glm(4, TENSOR)),
+    "front.glm_ours_ms": lambda: token_ms(glm(4)),
+    "front.glm_tensor_gb": lambda: glm(4, TENSOR).cache_bytes / 1e9,
+    "front.glm_ours_gb": lambda: glm(4).cache_bytes / 1e9,
+    "front.glm_held_gb": lambda: glm(4).held_bytes / 1e9,
+    "front.glm_ours_minutes": lambda: glm(4).prefill_seconds(CPU_HOSTS).total / 60,
+    "front.glm_tensor_minutes": lambda: glm(4, TENSOR).prefill_seconds(CPU_HOSTS).total / 60,
+    "front.one_ms": lambda: token_ms(Split(LLAMA_8B, WHOLE, 1, Work(128 << 10))),
     "front.families": families,
+    "faq.glm_ours_ms": lambda: token_ms(glm(2)),
+    "faq.glm_tensor_ms": lambda: token_ms(glm(2, TENSOR)),
     "faq.ranks": lambda: scaling(TOKEN, "bare/2", TWO)[0],
     "faq.threads": lambda: scaling(TOKEN, "bare/2", TWO)[1],
     **{
@@ -331,6 +380,17 @@ VALUES: dict[str, Callable[[], float]] = {
     },
     **{f"serving.dcp_{batch}": throughput(batch) for batch in (1, 8, 32)},
     "serving.dcp_16k": throughput(1, 16384),
+    **{
+        f"serving.load{which}{name}": lambda engine=engine, column=column, of=of: of(
+            number(serving(8, f"{engine}, blocks of 128", column, 16384).partition(" ")[0])
+        )
+        for name, engine in (("", "ours"), ("_vllm", "vllm"))
+        for which, column, of in (
+            ("", "between tokens ms", float),
+            ("_tokens", "between tokens ms", lambda ms: 8 * 1e3 / ms),
+            ("_all", "new tokens/s", float),
+        )
+    },
     "hosts.over_gloo": lambda: faster_hosts("vllm, two hosts"),
     "hosts.over_gloo_dcp": lambda: faster_hosts("vllm, two hosts", "ours, two hosts, DCP 2"),
     "hosts.over_one": lambda: faster_hosts("vllm, one host"),
@@ -386,6 +446,16 @@ VALUES: dict[str, Callable[[], float]] = {
     "example.shares": example(r"cache and weights, T = 1 \*  +4, 1"),
     "example.alone": example("The fastest alone, rank 0 .new., takes"),
     "example.even": example(r"cache and weights, T = 1 \*  +4, 1", 2),
+    "example.even_heads": example("cache and weights, largest T +even "),
+    "example.weights_old": example("1 .old.  1 of 5 "),
+    "example.cache_old": example("1 .old.  1 of 5 ", 1),
+    "example.cache_all": lambda: cache_gb(1, 32 << 10),
+    "two.ms": lambda: on_two(LINKS["10gbe"])[0],
+    "two.emulated": lambda: scaling(TOKEN, "lan/2", ONE)[0],
+    "two.one_core": lambda: scaling(TOKEN, "lan/2", ONE)[1],
+    "two.slow_ms": lambda: on_two(LINKS["1gbe"])[0],
+    "two.slow_minutes": lambda: on_two(LINKS["1gbe"])[1],
+    "two.enough": enough_for_prompts,
     "arrivals.vllm": grown("vllm, one host"),
     "arrivals.one": grown("ours, one host"),
     "arrivals.two": grown("ours, two hosts, TP 2"),
@@ -428,6 +498,10 @@ VALUES: dict[str, Callable[[], float]] = {
     ),
     "cpu.latents_first": variant("first version", "ms"),
     "cpu.latents_now": variant("V packed right after the first rows' scores", "ms"),
+    **{
+        f"cpu.latents_{name}": lambda i=i: float(noted("cpu_kernel_variants", FEW_LATENTS)[i])
+        for i, name in enumerate(("few", "blocks"))
+    },
     "cpu.int8_converted": variant(
         "32 query and 8 KV heads, 32k keys", "int8 keys converted to bfloat16"
     ),
@@ -451,6 +525,16 @@ VALUES: dict[str, Callable[[], float]] = {
     "cuda.tile_16": compiled("instructions, 16 rows", "bfloat16", "128"),
     "cuda.dram_by_heads": predicted("(sequence, head, block)", LINE_SHAPE),
     "cuda.dram_in_step": predicted("in step", LINE_SHAPE),
+    **{
+        f"cuda.clusters_{name}": lambda shape=shape, bound=bound: cell(
+            "cuda_predicted", "predicted, us", shape=shape, bound=bound
+        )
+        for name, shape, bound in (
+            ("few", "bf16 32/8 d128 B=1 1k", "launch and fix-up"),
+            ("one_head", "bf16 8/1 d128 B=1 128k", "DRAM"),
+            ("latents", "bf16 16/1 d576/512 B=1 64k", "DRAM"),
+        )
+    },
     "cuda.one_level": predicted("64 rows, one level", "264"),
     "cuda.two_levels": predicted("64 rows, two levels", "264"),
     "cuda.int8_bf16": compiled("int8", "widened to bfloat16, the first version"),
@@ -491,6 +575,18 @@ VALUES: dict[str, Callable[[], float]] = {
     "groups.gloo": sums("groups", "Gloo"),
     "groups_hosts.us": sums("groups_hosts", "ours"),
     "groups_hosts.gloo": sums("groups_hosts", "Gloo"),
+    "merge.alone": merged("auto: all_gather"),
+    "merge.three": merged("three_allreduce"),
+    **{
+        f"gpu.{name}_{unit}": lambda form=form, unit=unit: eight_h100(form)[unit]
+        for name, form in (("tensor", TENSOR), ("tokens", SPLIT_BY_HEADS))
+        for unit in ("ms", "gb")
+    },
+    "far.step_kb": lambda: state_kb() + 2e-3 * LLAMA_8B.attention[0].heads * 128,
+    "far.token_kb": lambda: 1e6 * cache_gb(1, 1),
+    "far.gb": lambda: cache_gb(1, 256 << 10),
+    "far.cpu_ms": lambda: 1e3 * cache_gb(1, 256 << 10) / 200,
+    "far.bus_ms": lambda: 1e3 * cache_gb(1, 256 << 10) / 50,
     "cluster.rule_within": auto(RULE, WITHIN),
     "cluster.rule_worst": auto(RULE, WORST),
     "cluster.calibrated_within": auto(CALIBRATED, WITHIN),

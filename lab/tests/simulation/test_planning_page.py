@@ -15,7 +15,7 @@ from tree_attention.planning.machines import SUSTAINED
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/planning.md").read_text()
-README = (ROOT / "README.md").read_text()
+README, TWO_SERVERS = ((ROOT / name).read_text() for name in ("README.md", "docs/two_servers.md"))
 WHOLE_LINES = (PAGE + README).replace("\\\n", "")
 LINES = re.findall(r"^python -m tree_attention (plan [^#\n]*)", WHOLE_LINES, re.MULTILINE)
 
@@ -64,11 +64,18 @@ def test_predictions_beside_measured_runs() -> None:
 
 def test_numbers_about_the_measured_runs() -> None:
     machine = planning._scaling()[-1]
-    missing = [float(row[4]) - float(row[5]) for row in planning.latent_rows()]
-    shown = re.findall(r"([\d.]+)<!-- value: lab\.(\w+) -->", PAGE)
-    assert {name: number for number, name in shown} == {
+    latents, dense = planning.latent_rows(), planning.rows()
+    missing = [float(row[4]) - float(row[5]) for row in latents]
+    over = [float(row[4]) / float(row[5]) for row in latents]
+    over += [float(row[5]) / float(row[6]) for row in dense]
+    values = {
         "read": f"{machine.memory_bandwidth / 1e9:.1f}",
         "computed": f"{SUSTAINED * machine.arithmetic / 1e12:.2f}",
         "missing_4k": f"{missing[0]:.1f}",
         "missing_8k": f"{missing[1]:.1f}",
+        "longest": f"{max(over):.1f}",
     }
+    marked = re.compile(r"([\d.]+)<!-- value: lab\.(\w+) -->")
+    assert {name: number for number, name in marked.findall(PAGE)} == values
+    for page in (README, TWO_SERVERS):
+        assert marked.findall(page) == [(values["longest"], "longest")]
