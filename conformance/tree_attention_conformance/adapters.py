@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Functions of the kit's conventions from those of an engine's."""
+"""Makes functions with the kit's conventions out of an engine's functions."""
 
 import math
 import re
@@ -45,9 +45,9 @@ def adapt(
     Args:
         axes: order of the axes of o: p for the parts of a merge, b batch, h heads, t query tokens
             and d head_dim; axes in brackets are one. Without p, parts are the first axis.
-        lse_axes: the same of lse; by default that of o without d.
+        lse_axes: order of the axes of lse; by default the order of o, without d.
         lse_base: base of the logarithms.
-        packed: whether o and lse are one tensor, with lse behind the last element of each row.
+        packed: whether o and lse are one tensor, with lse after the last element of each row.
         pairwise: whether a merge takes two states, as `o_a, lse_a, o_b, lse_b`. It is given the
             parts one after the other.
         reduce_scattered: whether a rank returns its share of the heads. They are gathered over the
@@ -158,7 +158,7 @@ def _joined(o: Any, lse: Any) -> Any:
 
 
 def _gathered(shares: tuple[Any, ...], num_heads: int) -> Any:
-    """The heads of all ranks: those that are given, or also those of the others."""
+    """The heads of all ranks: the given ones, and where these are one rank's, the others'."""
     import torch
 
     (share, *others) = shares

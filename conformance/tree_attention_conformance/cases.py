@@ -27,7 +27,7 @@ def views(x: Floats, convert: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class MergeCase:
-    """Partial states: ordinary ones, of which `change` makes what the case is about."""
+    """Partial states: ordinary ones, which `change` turns into what the case is about."""
 
     name: str
     meaning: str
@@ -178,11 +178,11 @@ class DecodeCase:
     seq_lens: tuple[int, ...] = (37, 300, 128)
     seqlen_q: int = 1
     window: int | None = None
-    block: int | None = 1  # of slots that are dealt in turn; None: uneven shards
+    block: int | None = 1  # of slots that ranks get in turn; None: uneven shards
     of_16_bits: bool = False
     padding: float = 30.0  # times a random number
     score: float | None = None  # near which all scores lie, with either sign
-    cancel: bool = False  # whether the merged values are a 64th of the size of those of the shards
+    cancel: bool = False  # whether merged values are a 64th of the shards' in size
     views: bool = False
 
     def slots(self, world_size: int) -> tuple[Any, ...]:

@@ -126,7 +126,7 @@ def check_sharded_decode(
 
 
 def prepare(case: DecodeCase, world_size: int, dtype: str) -> tuple[DecodeProblem, Outcome]:
-    """The problem in NumPy's arrays, and what is right, of which the function is still to run."""
+    """The problem in NumPy's arrays, and the right result, before the function has run."""
     problem, k, v = case.make(world_size, dtype)
     true = attention(problem.q, k, v, problem.key_ranges())
     plain = attention(problem.q, k, v, problem.key_ranges(), "float32")

@@ -229,7 +229,7 @@ def _judged(case: ChoiceCase, found: Any, expected: Integers) -> Line:
 
 
 def _told_once(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """The lines, of which those that fail with the first case have no meaning of their own."""
+    """The lines. Lines that fail together with the first case lose their own meaning."""
     first = lines[0]
     if first.passed is not False:
         return tuple(lines)

@@ -122,7 +122,7 @@ def _meanings(failed: Sequence[Outcome], plain: Outcome) -> dict[str, str]:
     by_name = {x.case.name: x for x in failed}
 
     def like(x: Outcome, other: Outcome) -> bool:
-        """No exception of x needs words of its own beside the other's."""
+        """True if x raised nothing, or the same as the other, whose words then serve for both."""
         return not x.raised or x.raised == other.raised
 
     for x in failed:
@@ -223,7 +223,7 @@ def _constant(x: Floats) -> float | None:
 
 
 def _stand_in(x: Outcome) -> str:
-    """The mistake of taking another lse than -inf for that of a state without keys."""
+    """The mistake of giving a state without keys another lse than -inf."""
     o_parts, lse_parts = x.parts
     empty = lse_parts == -math.inf
     nowhere, somewhere = empty.all(0), empty.any(0) & ~empty.all(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a function returned for one case, beside what is right, and whether it is."""
+"""What a function returned for one case, the right result, and whether the two agree."""
 
 import math
 from collections.abc import Callable, Mapping

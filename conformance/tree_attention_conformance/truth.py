@@ -36,8 +36,8 @@ def attention(
 ) -> tuple[Floats, Floats]:
     """Attention of each query to the keys in its range; (0, -inf) where there are none.
 
-    dtype: what every step is rounded to. With that of q this is a plain implementation, by whose
-        error the bounds are set.
+    dtype: what every step is rounded to. With q's dtype this is a plain implementation, and its
+        error sets the bounds.
     """
     batch, num_heads_q, seqlen_q, head_dim = q.shape
     grouped = q.reshape(batch, k.shape[1], -1, seqlen_q, head_dim)
@@ -60,7 +60,7 @@ def attention(
 
 
 def rounded(x: Floats, dtype: str) -> Floats:
-    """The nearest numbers of a dtype; those of 16 bits are given as float32."""
+    """The nearest numbers of a dtype. Numbers of 16 bits are given as float32."""
     if dtype != "bfloat16":
         return x.astype(dtype).astype("float64" if dtype == "float64" else "float32")
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)

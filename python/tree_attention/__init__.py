@@ -103,7 +103,7 @@ def __dir__() -> list[str]:
 
 
 if "torch" in sys.modules:
-    # Who has torch may ask torch.ops.tree_attention for an operator, and name nothing of ours. What
-    # is wrong with the extension is told where something of it is used.
+    # A program that has imported torch may ask torch.ops.tree_attention for an operator, without a
+    # name of this package. An error in the extension is told where an operator is used.
     with suppress(ImportError):
         importlib.import_module(f"{__name__}.ops")

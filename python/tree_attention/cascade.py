@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Attention over pages of which several sequences begin with the same, each read once.
+"""Attention over pages. Pages with which several sequences begin are read once for all of them.
 
-Sequences whose page tables begin with the same ids have the same keys there, as of a common prompt
-or document. Their queries are queries of one state over these keys: the pages are one call with all
-their queries as those of one sequence, and what each sequence has for itself is another.
+Sequences whose page tables begin with the same ids have the same keys there, for example those of a
+common prompt or document. One call attends to these pages, and takes the queries of all sequences
+as if they were queries of one. Another call attends to the pages that each sequence has alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -66,7 +66,7 @@ class DecodeCall:
         options: Mapping[str, Any],
         merge_options: Container[str] = (),
     ) -> None:
-        """`merge_options` are the options that `op` has in addition to those of `lean_decode`."""
+        """`merge_options`: the options of `op` that `lean_decode` does not have."""
         self.op, self.q, self.k, self.v, self.key_ranges = op, q, k, v, key_ranges
         check_tensors(op, q=q, k_local=k, v_local=v)
         check_no_vmap(op, q=q, k_local=k, v_local=v)

@@ -127,7 +127,7 @@ def index_topk(
 def merge_topk(scores: Tensor, slots: Tensor, *, topk: int) -> tuple[Tensor, Tensor]:
     """Merges n choices of the same queries: the first topk of their union, in the total order.
 
-    Equivalent PyTorch, for a row of scores and slots without NaN of which no slot is named twice::
+    Equivalent PyTorch, for a row of scores without NaN, and slots none of which is named twice::
 
         slots, order = slots.flatten().sort()
         scores, order = scores.flatten()[order].sort(descending=True, stable=True)
@@ -135,7 +135,7 @@ def merge_topk(scores: Tensor, slots: Tensor, *, topk: int) -> tuple[Tensor, Ten
 
     The order is that of `index_topk`. The merge is associative, commutative and idempotent, so that
     choices may be merged on any tree. A slot that several parts name counts once, with its largest
-    score, of which NaN is the largest.
+    score. NaN counts as larger than any number.
 
     Args:
         scores: float32 `[n, ..., k]` with n >= 1, any strides, on the CPU.

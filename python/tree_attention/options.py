@@ -93,7 +93,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 _MAX_WORKERS = (1 << 31) - 1
-_CLOSE = 0.75  # of two names, by difflib's ratio, of which one may be a slip of the other
+_CLOSE = 0.75  # difflib's ratio of two names from which one may be a slip of the other
 # Arguments that callers know from other libraries, with the hint for each, by kind of function.
 # An argument that the function has is not looked up here.
 _HUB = "give the directory that huggingface_hub.snapshot_download, which has it, returns"

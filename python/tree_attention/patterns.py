@@ -332,7 +332,7 @@ def by_rows(
     # The last block may not be whole: pages are then parts of blocks.
     size = _gcd(block, seqlen_k % block)
     factors = _page_factors(k, v)
-    # Int32, as all rows in memory are below 2^31. Those of no row are never looked up.
+    # Int32, as all rows in memory are below 2^31. The numbers of no row are never looked up.
     numbers = rows * (block * factors[2])
     if size < block:
         parts = torch.arange(0, block, size, dtype=torch.int32, device=rows.device) * factors[2]

@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
         return (("tokens of the document", digest),), ids
 
     try:
-        # Ranks that split the heads read directories of their own, of which one may be older.
+        # Ranks that split the heads read a directory each, and one of these may be older.
         comm = get_communicator(part.group)
         document, _ = on_every_rank("ask", comm, arguments.timeout, read)
         with device:  # of states, which are made as the model's tensors are

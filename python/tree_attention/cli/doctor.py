@@ -466,7 +466,7 @@ def why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     number = getattr(error, "errno", None)
-    if number is not None and number > 0:  # those of names are below
+    if number is not None and number > 0:  # errors of names have numbers below 0
         return os.strerror(number)
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 

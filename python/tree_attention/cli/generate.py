@@ -382,7 +382,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     seed = None
     if samples(arguments):
         seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-        hf.seed_ranks(part.group, seed, arguments.timeout)  # those of the first rank
+        hf.seed_ranks(part.group, seed, arguments.timeout)  # all take the first rank's
         # 0 of top_k: any token, where transformers takes one of 50.
         options |= {"do_sample": True, "top_k": 0, "top_p": arguments.top_p or 1.0}
         options |= {"temperature": arguments.temperature or 1.0}

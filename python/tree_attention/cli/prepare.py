@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""`tree-attention prepare`: a document in a directory, of which `ask` asks any number of questions.
+"""`tree-attention prepare`: reads a document into a directory, about which `ask` asks.
 
 Arguments and files are looked at before torch and transformers are imported, which takes seconds.
 """

@@ -41,7 +41,7 @@ def record_error(sentence: str, traced: str = "") -> bool:
     now = time.time()
     # torch shows the traceback, and reads the timestamp by int().
     details = {"py_callstack": traced or sentence, "timestamp": str(int(now))}
-    # The two below are ours: what torch's `record` writes in the same rank has neither.
+    # These two entries mark a file of this library: torch's `record` writes neither.
     details |= {"is_traceback": str(bool(traced)), "time": str(now)}
     try:
         with open(file, "w", encoding="utf-8") as out:

@@ -169,7 +169,7 @@ def _environment(command: str, num_ranks: int) -> dict[str, str]:
         with socket.create_server((place[0], 0), family=family):
             pass
     except (OSError, UnicodeError) as error:
-        number = getattr(error, "errno", 0) or 0  # those of names are below 0
+        number = getattr(error, "errno", 0) or 0  # errors of names have numbers below 0
         why = os.strerror(number) if number > 0 else str(error)
         raise VariableError("MASTER_ADDR", "unset, or an address of this machine", why) from error
     try:

@@ -276,7 +276,7 @@ def check_huggingface(path: Path | None) -> Iterator[Check]:
 
 
 def check_tokens(name: str, model: Any, ids: Tensor, mask: Tensor) -> Iterator[Check]:
-    """Checks 24 tokens of a model with whole weights and with split ones."""
+    """Checks 24 tokens of a model with replicated weights and with split ones."""
     from .. import hf
     from ..weights.plan import CannotSplitError
 

@@ -5,7 +5,7 @@ From the public function down to the sockets; a module imports only what stands 
 
     merge, topk     `all_merge_states` and `all_merge_topk`; `compile` makes them operators of
                     compiled graphs
-    communicator    the collective calls of one process group, and the buffers behind them
+    communicator    the collective calls of one process group, and their buffers
     agreement/      all ranks make the same call and return in time, or all raise
     auto/           the strategy that "auto" takes, prepared for a state
     options         validation of what callers ask for

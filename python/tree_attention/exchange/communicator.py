@@ -272,7 +272,7 @@ class Communicator:
 
     @property
     def link(self) -> Link:
-        """Operations of the group, of which there are none in a world of one."""
+        """Operations of the group. A world of one has none."""
         return self._require_session().link
 
     def _require_session(self) -> Session:

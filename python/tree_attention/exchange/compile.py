@@ -3,7 +3,7 @@
 
 `torch.compile` traces no process group. While it traces, a collective function calls the operator
 of its name instead, which calls the function when the graph runs. A group is a string there.
-Operators keep an order, so that every rank runs those of a graph in the program's order.
+Operators keep an order, so that every rank runs the operators of a graph in the program's order.
 """
 
 import functools
@@ -70,8 +70,8 @@ def add_operator(
 
 
 def _in_graph(x: Any) -> Any:
-    """The argument as a graph has it: of a group its name."""
-    if isinstance(x, Tensor):  # of which torch.compile asks no more
+    """The argument as a graph holds it: a group by its name."""
+    if isinstance(x, Tensor):  # torch.compile reads no attribute of it
         return x
     if isinstance(x, Communicator):
         return x.name

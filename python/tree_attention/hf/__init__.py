@@ -9,10 +9,10 @@ Importing this module registers the attention implementation `"tree_attention"`:
     tree_attention.hf.enable(model)                     # on every rank
     model.generate(**inputs, max_new_tokens=100)        # on every rank, the same inputs
 
-`from_pretrained` loads a model of which every rank holds a part of the weights, and `parallelize`
-splits one that is in memory; `mesh` has the groups of such a model. `seed_ranks` makes ranks draw
-the same tokens, `disable` undoes `enable`, and a `TreeCache` is the cache that `generate` makes;
-`find_prefix` finds the saved one that holds the most of a text.
+`from_pretrained` loads a model so that every rank holds a part of the weights. `parallelize` splits
+a model that is in memory, and `mesh` has the groups of such a model. `seed_ranks` makes ranks draw
+the same tokens, and `disable` undoes `enable`. A `TreeCache` is the cache that `generate` makes.
+`find_prefix` finds the saved cache that holds the most of a text.
 
 Works with transformers 5.5 and later; tested with 5.17, 5.23 and 5.24.
 """

@@ -257,7 +257,7 @@ def _over_chosen(
     keywords, kv_heads = {**keywords, "out_dtype": out_dtype}, keys.shape[1]
     rows, lengths = choice.rows, choice.lengths
     assert rows is not None
-    if rows.shape[1] > 1:  # each head has rows of its own, those of other tensor ranks too
+    if rows.shape[1] > 1:  # each head has rows of its own, also heads of other tensor ranks
         rows = rows.narrow(1, shard.column[0] * kv_heads, kv_heads)
     # With several heads of keys these are sequences here, which ranks cannot divide.
     is_divided = is_head_sharded and kv_heads == 1

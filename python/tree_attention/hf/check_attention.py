@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Checks of a model, before it is enabled, that its attention can be ours."""
+"""Checks of a model, before it is enabled, that this library can be its attention."""
 
 import inspect
 from typing import Any
@@ -20,8 +20,8 @@ from .prompts.forward import rope_of_all_positions
 
 
 def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> bool:
-    """Raises ValueError unless the attention of `model` can be ours, with such a cache and with
-    this `prefill`.
+    """Raises ValueError unless this library can be the attention of `model`, with such a cache and
+    with this `prefill`.
 
     Returns:
         True where the tokens of its prompts can be split over ranks.

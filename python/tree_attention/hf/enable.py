@@ -56,12 +56,12 @@ def enable(
             `group` is None, and `layout` is over its context group.
         shares: for ranks of unequal speed or memory, one integer from 0 to 1,024 for each: how much
             of the cache, and of prompts that are split, it gets. [3, 1] gives the first of two
-            three quarters. A mapping has lists for "cache" and "prompt" apart, of which one that is
-            left out is split evenly. "auto" measures the hosts, as `parallelize` does, and is
-            then given on every rank. None: those of the weights, if the model was split with some,
-            or else those of `layout`, or equal ones. Not with `layout`. Shares of the cache alone
-            do not help a model with replicated weights, as every rank reads all of these for each
-            token: load it with `from_pretrained`.
+            three quarters. A mapping has a list for "cache" and one for "prompt"; if one is left
+            out, that is split evenly. "auto" measures the hosts, as `parallelize` does, and is
+            then given on every rank. None: the shares of the weights, if the model was split with
+            some, or else the shares of `layout`, or equal ones. Not with `layout`. Shares of the
+            cache alone do not help a model with replicated weights, as every rank reads all of
+            these for each token: load it with `from_pretrained`.
         prefill: "split" gives each rank some tokens of a prompt, and each runs the model on its
             own; "replicated" has every rank run it on all of them; "auto" splits a chunk of 64
             tokens or more for each rank. Split are forward passes over several tokens that ask for

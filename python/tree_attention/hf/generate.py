@@ -372,7 +372,7 @@ def _set_chunk_size(
         size = None  # transformers returns the hidden states of the last chunk alone
     if size is not None and splits_prompts(model, model_kwargs):
         shares = setup.prompt_shares or (1,) * setup.shard.world_size
-        size = size * sum(shares) // max(shares)  # so no rank has more than `size` of it
+        size = size * sum(shares) // max(shares)  # so that no rank computes more than `size` tokens
     if generation_config.prefill_chunk_size is None:
         if size is None or num_new <= size:
             return

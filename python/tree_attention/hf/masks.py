@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The mask function: what each query may see, as half-open ranges of global cache slots.
 
-It is one range, or two in the rows of a batch of which one has a hole in its padding mask, for
-example between a document and a question that is padded on the left. Behind a hole, a window
-counts tokens and not slots, so that a row sees what it would see alone.
+Each query has one range. It has two in a batch where some row has a hole in its padding mask, for
+example between a document and a question that is padded on the left. After a hole, a window counts
+tokens and not slots, so that a row sees what it would see alone.
 """
 
 from collections.abc import Callable

@@ -18,7 +18,7 @@ _numbers = count()
 
 class _Kept(NamedTuple):
     name: str
-    function: Callable[..., Any]  # ours
+    function: Callable[..., Any]  # what `override` has put on the module
     before: Any  # what somebody had put on the module; None: the method was its class's
     is_in_force: bool
 
@@ -27,7 +27,7 @@ def override(module: nn.Module, name: str, replacement: Callable[..., Any]) -> N
     """Makes `module.name(...)` call `replacement(original, module, ...)`.
 
     `original` is what `module.name` was, bound: the method of the class, or what somebody had put
-    on the module. What is put there later and calls ours works, too, also after `restore`.
+    on the module. What others put there later may call this one, also after `restore`.
     """
     original, number = getattr(module, name), next(_numbers)
     before = _unless_restored(module, vars(module).get(name))
@@ -51,7 +51,7 @@ def override(module: nn.Module, name: str, replacement: Callable[..., Any]) -> N
 
 
 def is_overridden(module: nn.Module, name: str) -> bool:
-    """True where `module.name` is ours; false where somebody has put another over it."""
+    """True where `module.name` is what `override` has put there, and nobody has replaced it."""
     kept = _kept_of(module, vars(module).get(name))
     return kept is not None and kept[1].is_in_force
 

@@ -2,9 +2,9 @@
 """Models whose attention is code of their own in transformers: BLOOM, MPT and XGLM; and the index
 of MiniMax-M3.
 
-Their attention modules call no attention function that could be chosen, so the forward of each one
-is replaced by one that makes the same queries, keys and values and calls ours. Everything around
-them stays transformers'.
+Their attention modules call no attention function that could be chosen. So the forward of each one
+is replaced by one that makes the same queries, keys and values and calls this library. Everything
+around them stays transformers'.
 """
 
 import functools
@@ -39,8 +39,8 @@ def _bloom_forward(
     fused = self.query_key_value(hidden_states).unflatten(2, (self.num_heads, 3, self.head_dim))
     q, k, v = fused.transpose(1, 2).unbind(3)
     # The biases in `alibi` are the products of slopes and positions, rounded to the model's dtype.
-    # They count positions from the first token that is no padding, ours from the first slot: the
-    # scores of a query differ by a constant, which softmax does not notice.
+    # They count positions from the first token that is no padding, and this library from the first
+    # slot. The scores of a query differ by a constant, which softmax does not notice.
     kwargs |= {"alibi_slopes": _slopes(self.num_heads, q.device)}
     dropout = self.attention_dropout.p
     o = _attend(self, q, k, v, layer_past, attention_mask, self.inv_norm_factor, dropout, **kwargs)

@@ -46,7 +46,7 @@ def shape_of(
     try:
         layers = TreeCache(config).layers  # refuses what it cannot cache, and
         built, filled = _build(whole, check)  # `check` what else cannot work
-        if stored:  # of which a part is for images
+        if stored:  # some of it may be for images
             stored = round(stored * share_of_text(whole, built))
         weights, sums, not_split, not_cut = _weights(config, built, stored)
     except Exception as error:  # of torch and transformers, of many kinds

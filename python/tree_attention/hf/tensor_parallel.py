@@ -52,7 +52,7 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Loads a checkpoint whose weights are split over the ranks of a group, and enables it.
 
-    Equivalent, with the whole weights in memory for a while::
+    Equivalent, with the unsplit weights in memory for a while::
 
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
         enable(parallelize(model, group=group, tensor_parallel_size=...), **enable_options)
@@ -73,10 +73,10 @@ def from_pretrained(
             activations stay as they are: int8 with a scale for each output, int4 with one for each
             128 inputs of an output, both symmetric. The embedding, the head, norms and routers keep
             their dtype. On the CPU. None, the default, quantises nothing.
-        token: what the Hub asks for of models with restricted access; None is that of `hf auth
-            login`, and True requires one.
+        token: the Hub asks for one before it gives out models with restricted access. None takes
+            the token of `hf auth login`, and True requires one.
         revision: branch, tag or commit on the Hub, by default main.
-        attn_implementation: that of all models that this function loads.
+        attn_implementation: always "tree_attention".
         timeout: see `enable`; also the longest that a rank waits for others to have loaded theirs.
         Everything else: see `enable`.
 
@@ -166,8 +166,8 @@ def parallelize(
         shares: for ranks of unequal speed or memory, one integer from 0 to 1,024 for each rank of
             the group, equal in each tensor group: how much it gets of the weights that all ranks
             split, and with `enable` of the cache. [3, 1] gives the first of two ranks three
-            quarters. A mapping has lists for "weights" and "cache" apart, of which one that is left
-            out is split evenly. "auto" measures on every rank for 0.4 s how fast it reads,
+            quarters. A mapping has a list for "weights" and one for "cache"; if one is left out,
+            that is split evenly. "auto" measures on every rank for 0.4 s how fast it reads,
             multiplies and does the rest of a layer, or takes what `tree_attention calibrate`
             measured, and gives each the share with which a token takes the least time, as far as
             memory goes; equal ones, if that is within 5 %. A rank with 0 runs, and holds what every

@@ -30,8 +30,8 @@ def attention(
     """Compute `lean_decode` one set of keys at a time, with the same arguments.
 
     Args:
-        dtype: dtype of every step and of the results. With q's own dtype this is plain PyTorch, by
-            whose errors the bounds of ours are set.
+        dtype: dtype of every step and of the results. With q's own dtype this is plain PyTorch,
+            whose errors set the bounds for this library's.
 
     Returns:
         o: `[batch, num_heads_q, seqlen_q, head_dim_v]`.

@@ -24,7 +24,7 @@ from .parts import Range
 # shares, of long axes, at one of the numbers that weights of 4 bits are packed in, as a slice that
 # begins in between has zeros before it and twice the scales (`quantised`).
 _GRANULE, _WIDE_GRANULE = 16, 64
-_LONG = 64 * _WIDE_GRANULE  # granules are then at most 1/64 of it
+_LONG = 64 * _WIDE_GRANULE  # a granule is then at most 1/64 of the axis
 
 # Every sub-group has connections and threads of its own, so the models of one group share its
 # sub-groups. The keys are the group, and a sub-group's ranks in the world.
@@ -84,7 +84,7 @@ class Mesh:
     def take(self, shares: ModelShares) -> None:
         """Goes by these shares, before anything is split."""
         self.shares, size = shares, self.tensor_parallel_size
-        # Shares of the ranks of a context group in weights; those of a tensor group are equal.
+        # Shares of the weights in a context group. Ranks of a tensor group have equal ones.
         by_context = None if shares.weights is None else shares.weights[::size]
         self._head_shares = as_shares(self.op, "shares", by_context, self.context_size)
         self._parts_of_heads: dict[int, list[Range]] = {}  # which every layer asks for

@@ -2,8 +2,9 @@
 """Weights of 8 and 4 bits, made while they are read, and the products with them.
 
 An int8 weight has a scale for each output, an int4 weight one for each 128 inputs of an output, and
-both are symmetric. A rank quantises its part with the scales of the whole rows, so that the numbers
-equal those of one rank. Products are calls of `linear_of_experts` with one expert.
+both are symmetric. A rank quantises its part with the scales of the whole rows, so that it has the
+same numbers as one rank alone would have. Products are calls of `linear_of_experts` with one
+expert.
 """
 
 from collections.abc import Iterator

@@ -222,7 +222,7 @@ def _gather_logits(
     return mesh.logits.all_gather(own, counts, timeout=mesh.timeout)
 
 
-# Methods that need whole weights, and those that need numbers of floating point.
+# Methods that need unsplit weights, and methods that need weights of floating point.
 _OF_WHOLE = ("save_pretrained", "resize_token_embeddings")
 _OF_FLOATS = ("save_pretrained", "set_experts_implementation")
 

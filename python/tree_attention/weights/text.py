@@ -44,7 +44,7 @@ def model_of_text(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     model = AutoModelForMultimodalLM.from_config(config, **options)
     kept = {*text_of(model).modules(), model.get_output_embeddings()}
     _drop_all_but(model, kept)
-    if attention is not None:  # of which encoders of images may know none
+    if attention is not None:  # encoders of images may know none of them
         text_of(model).set_attn_implementation(attention)
     return model
 

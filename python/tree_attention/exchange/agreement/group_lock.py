@@ -31,7 +31,7 @@ class GroupLock:
 
     @property
     def name(self) -> str:
-        """Name of the caller, which ranks compare: that of its thread, unless it gave another."""
+        """Name of the caller, which ranks compare: its thread's name, unless it gave another."""
         return self._holder[1] if self._name is None else f"{self._name} of Communicator.turn"
 
     def acquire(self, op: str, name: str | None = None) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Are the queries the same on all ranks? A digest of them is the call id of its messages.
+"""Are the queries the same on all ranks? The call id in a call's messages is a digest of them.
 
-Ranks that merge states of different queries have a result that is nobody's: after a rank left out a
-call, or generated another token. Where digests differ, every rank compares all values of its
-queries with those of rank 0.
+Ranks that merge states of different queries have a result that belongs to no query. This happens if
+a rank left out a call, or generated another token. If digests differ, every rank compares all
+values of its queries with the queries of rank 0.
 """
 
 import math

@@ -40,7 +40,7 @@ class Session:
         self._failing = threading.Lock()
         # What ranks agreed on: the next call need not compare it, if it is equal.
         self.agreed: Signature | None = None
-        self.texts: Signature = ()  # of it, as it was published
+        self.texts: Signature = ()  # of `agreed`, as published
         self._num_abandoned = 0
         self._note, self._on_failure = note, on_failure
         store = group.get_group_store()

@@ -3,8 +3,9 @@
 
 Gloo ends the process when a message is longer than its receiver expects, so shapes are compared
 before anything is sent. Each comparison is an *epoch*: every rank publishes its signature under a
-key of its own and reads those of all others. A rank whose signature changes opens the next epoch
-and waits there, after it has told peers that may have kept theirs (`Session.announce_change`).
+key of its own and reads the signatures of all others. A rank whose signature changes opens the next
+epoch and waits there, after it has told peers that may have kept theirs
+(`Session.announce_change`).
 """
 
 import json
@@ -151,8 +152,8 @@ class Agreement:
     def _are_there(self, keys: list[str], deadline: float) -> bool:
         """Wait until all keys are in the store; False where the deadline comes first.
 
-        It asks again and again: `Store.wait` keeps the connection from the process's other threads,
-        of which one may have to publish what ends the wait on another rank.
+        It asks again and again, because `Store.wait` would keep the connection from the process's
+        other threads. One of them may have to publish what another rank waits for.
         """
         begin = time.monotonic()
         awaited = [] if self._store.check(keys) else keys
@@ -216,7 +217,7 @@ def _check_same_step(counts: list[int]) -> None:
 
 
 def _parsed(value: bytes, rank: int) -> dict[str, str]:
-    """Parse a rank's publication, of which nothing is believed before it is checked."""
+    """Parse what a rank published. Nothing in it is believed before it is checked."""
     with suppress(ValueError, RecursionError):  # also of bytes that are no UTF-8
         said = json.loads(value)
         if isinstance(said, dict) and all(isinstance(text, str) for text in said.values()):
@@ -230,7 +231,7 @@ def _parsed(value: bytes, rank: int) -> dict[str, str]:
 
 
 def _joined(differences: Sequence[str], known: str = "") -> str:
-    """The differences as one text, each once, without those of `known`."""
+    """The differences as one text, each once, without the ones that `known` has."""
     parts = dict.fromkeys(part for one in differences for part in one.split(_SEPARATOR) if part)
     return _SEPARATOR.join(part for part in parts if part not in known.split(_SEPARATOR))
 

@@ -120,7 +120,7 @@ class CostTable:
     def seconds(self, strategy: str, num_bytes: int) -> float | None:
         """Time of an exchange, or None where the strategy was not measured.
 
-        Between two measured sizes the logarithm of the time is interpolated by that of the size.
+        Between two measured sizes, time and size are interpolated by their logarithms.
         Smaller messages take what the smallest took, larger ones as much longer as they are larger.
         """
         times = {x.num_bytes: x.seconds for x in self.exchanges if x.strategy == strategy}

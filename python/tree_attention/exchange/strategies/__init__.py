@@ -20,8 +20,8 @@ from ..transport.process_group import Link
 from ..transport.symmetric_memory import SymmetricMemory
 from ..transport.topology import Topology
 
-# Whether each rank keeps the result of its heads only, and how many of them, where it is not as
-# `torch.tensor_split` deals them.
+# Whether each rank keeps the result of its heads only. A tuple gives the number of heads of each
+# rank; True means that `torch.tensor_split` divides them.
 HeadSharding = bool | tuple[int, ...]
 # Exchanges the state in the send buffer, before a `time.monotonic` deadline, and writes the merged
 # o and lse into contiguous tensors.
@@ -44,7 +44,7 @@ class Context:
 class Traffic:
     """Cost of an exchange on a network, from sizes alone."""
 
-    steps: int  # trips over a link of which each waits for the one before it
+    steps: int  # trips over a link, each of which waits for the one before it
     bytes_sent: int  # by the busiest rank
 
 
@@ -71,7 +71,7 @@ class Strategy:
     traffic: Callable[[StateLayout, Topology, torch.dtype, HeadSharding], Traffic]
     # The bits are those of `merge_states` over the ranks' states, whatever the world looks like.
     is_canonical: bool = True
-    # States may travel with a 16-bit o. Sums of those would round at every step.
+    # States may travel with a 16-bit o. Sums of such states would round at every step.
     takes_16_bit: bool = True
     can_shard_heads: bool = False
     set_up: SetUp | None = None  # None: any process group will do
@@ -95,7 +95,7 @@ def discover() -> None:
 
 
 def strategies() -> tuple[StrategyName, ...]:
-    """The names that `strategy` takes besides "auto", in any process group.
+    """The names that `strategy` takes in addition to "auto", in any process group.
 
     Where the GPUs of all ranks reach one another's memory it also takes "one_shot".
 

@@ -51,7 +51,7 @@ class StateLayout:
     def views(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Views `o` and `lse` of the bytes `[..., at least num_bytes]` of one state or of many."""
         rows = (*memory.shape[:-1], *self.shape)
-        if self.num_bytes == 0:  # strides of no bytes need not be those of larger values
+        if self.num_bytes == 0:  # a view of no bytes may have any strides
             o = memory.new_empty((*rows, self.head_dim), dtype=self.dtype)
             return o, memory.new_empty(rows, dtype=torch.float32)
         o_size = self.num_rows * self.head_dim * self.dtype.itemsize
@@ -110,7 +110,7 @@ class Slices:
 
 
 def share(count: int, num_slices: int, index: int) -> int:
-    """Number of `count` things that slice `index` has, as `torch.tensor_split` deals them."""
+    """Number of `count` things that slice `index` has, as `torch.tensor_split` divides them."""
     return count // num_slices + (index < count % num_slices)
 
 
@@ -146,7 +146,7 @@ class Arena:
         return block[:num_bytes]
 
     def free_host(self) -> None:
-        """Gives the host's memory back, as far as no view of it is in use."""
+        """Gives the host's memory back, except blocks that a view still uses."""
         self._blocks = {key: x for key, x in self._blocks.items() if key[1].type != "cpu"}
         self.host_bytes = 0
 
@@ -199,7 +199,7 @@ class State:
     prepared: dict[Any, Any] = field(default_factory=dict)
 
     def load(self, o: Tensor, lse: Tensor) -> None:
-        """Copies a state into the send buffer, of which it may be other views."""
+        """Copies a state into the send buffer. The state may be other views of that buffer."""
         begin = self.send.data_ptr()
         end = begin + self.send.untyped_storage().nbytes()
         if any(begin <= x.data_ptr() < end for x in (o, lse)):

@@ -158,10 +158,10 @@ class DirectTransport:
 
 
 class DirectRound(Round):
-    """Messages of a `DirectTransport`. Those of a network begin to go out at `start`."""
+    """Messages of a `DirectTransport`. Messages to other hosts begin to go out at `start`."""
 
     def __init__(self, prepared: Any, kept: object) -> None:
-        """`kept`: the messages, of which `prepared` has addresses only."""
+        """`kept`: the messages. `prepared` holds only their addresses, so they must live on."""
         self._prepared, self._kept = prepared, kept
         self._is_network = hasattr(prepared, "start")
 

@@ -26,8 +26,8 @@ from .deadlines import is_watched, remaining
 from .messages import OTHER_CALL, SAME_CALL, DirectTransport, LibraryCall, Messages, Round
 from .replay import Replay, Step
 
-# The methods behind dist.all_gather_into_tensor and dist.all_to_all_single, which take no timeout;
-# renamed after torch 2.11.
+# The methods that dist.all_gather_into_tensor and dist.all_to_all_single call. These two take no
+# timeout. The methods have other names after torch 2.11.
 _ALL_GATHER, _ALL_TO_ALL = (
     new if hasattr(dist.ProcessGroup, new) else old
     for new, old in (
@@ -39,8 +39,8 @@ _Options = TypeVar(
     "_Options", AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 )
 # All users of a group share its tags, and Gloo ends the process where a message meets a receiver of
-# another size. So ours begin far above all that programs count, and end with the largest integer
-# that torch takes, 2^31 - 1.
+# another size. So the tags of this library begin far above the numbers that programs count, and end
+# with the largest integer that torch takes, 2^31 - 1.
 FIRST_TAG = 1 << 30
 # The tags of one communicator: more than its rounds and a ring's tensors need.
 NUM_TAGS = 256
@@ -82,8 +82,8 @@ class Link:
         self._ids_round: Round | None = None
 
     def forget_ids_round(self) -> None:
-        """Drops the round that was prepared before there were direct transports: it would go on
-        through the process group, where a replay of it takes the transports."""
+        """Drops the round that was prepared before there were direct transports: it would still use
+        the process group, while its replay uses the transports."""
         self._ids_round = None
 
     def use_tags_of(self, number: int) -> None:
@@ -352,7 +352,7 @@ class Link:
         return host_memory(num_bytes)
 
     def free_staged(self) -> None:
-        """Gives back the memory of `_stage`. That of rounds goes with them."""
+        """Gives back the memory of `_stage`. Rounds give theirs back when they are dropped."""
         self._host_buffers.clear()
         self.staged_bytes = 0
 

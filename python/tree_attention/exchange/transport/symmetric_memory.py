@@ -80,7 +80,7 @@ class SymmetricMemory:
     def run(self, state: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], seconds: float) -> None:
         """Merges all ranks' states into `out`, waiting `seconds` for a rank at most.
 
-        The limit is that of the last call, also for captured launches that are replayed.
+        The last call's limit holds, also for captured launches that are replayed.
         """
         self._words[_TIMEOUT] = max(0, int(1e9 * seconds))
         torch.ops.tree_attention.one_shot(

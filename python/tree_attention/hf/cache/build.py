@@ -33,8 +33,8 @@ _CLASSES: dict[str, type[Any]] = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPIN
 _NAMES = {kind: kind for kind in _STATES} | dict.fromkeys(("moe", "mlp"), "dummy")
 # The class of transformers for each kind of layer without keys that this release has.
 _STATE_LAYERS = {kind: _CLASSES[name] for kind, name in _NAMES.items() if name in _CLASSES}
-# Models whose layers go on from a state with several tokens. Those of Jamba begin with an empty one
-# at each pass of several (read in transformers 5.17 to 5.24), and those of most models did in 5.5.
+# Models whose layers go on from a state with several tokens. Jamba's layers begin with an empty
+# state at each pass of several (read in transformers 5.17 to 5.24), as most models' did in 5.5.
 _GO_ON_FROM_A_STATE = {
     "bamba",
     "granitemoehybrid",
@@ -140,7 +140,7 @@ def _check_blocks(shard: Shard, layers: list[Any]) -> None:
 
 
 def _check_far(name: str, layers: list[Any]) -> None:
-    """Refuses layers whose older keys cannot move to the host, or of which none has older keys."""
+    """Refuses layers whose older keys cannot move to the host, and models without older keys."""
     for layer in layers:
         if has_index(layer) or isinstance(layer, LatentLayer):
             what = "an index that chooses keys" if has_index(layer) else "latents"

@@ -75,8 +75,8 @@ class Need(NamedTuple):
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True for what torch's allocators raise; those of the host's memory have no class for it, the
-    second one where it is page-locked."""
+    """True for what torch's allocators raise. Allocators of the host's memory have no class for it:
+    of the two texts, the second is page-locked memory's."""
     says = "can't allocate memory", "CUDA error: out of memory"
     return isinstance(error, torch.OutOfMemoryError) or any(x in str(error) for x in says)
 
@@ -121,7 +121,7 @@ def _left_in_groups(memberships: str, root: Path) -> list[int]:
 
 
 def in_words(num_bytes: float) -> str:
-    """A size in the largest unit of which it has at least one."""
+    """A size in the largest unit that it reaches."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if round(num_bytes / unit, 1) >= 1:
             return f"{num_bytes / unit:,.1f} {name}"

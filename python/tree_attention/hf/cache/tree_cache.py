@@ -43,8 +43,8 @@ class TreeCache(StateCache):
     common prefix needs to be computed only once.
 
     Args:
-        config: the configuration of the model, which says the number and kind of layers; of a
-            model of text and images, that of its text counts.
+        config: the configuration of the model, which says the number and kind of layers. If the
+            model takes text and images, its configuration of the text counts.
         group: process group or `Communicator`, by default the world; where torch.distributed is
             not initialised, a world of one.
         layout: which rank holds which slot, by default `BlockCyclic(world_size, 64)`.

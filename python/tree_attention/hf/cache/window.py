@@ -24,13 +24,13 @@ class WindowLayer(TreeCacheLayer):
 
     A local slot is at the place of its number modulo the size of the buffers, which have room for
     this rank's slots of any `window + MARGIN` tokens, and a page. So a forward pass of up to
-    `MARGIN` tokens, and one after a `crop` by as many, find all that their queries see. Those of a
-    longer one see a copy of these with the new tokens, which lives as long as what `update`
-    returned. Attention takes the ring for pages, with a table that begins where a sequence's window
-    does: one run of slots, wherever the device finds that it is.
+    `MARGIN` tokens, and one after a `crop` by as many, find all that their queries see. The queries
+    of a longer pass see a copy of these slots with the new tokens, which lives as long as what
+    `update` returned. Attention takes the ring for pages, with a table that begins where a
+    sequence's window does: one run of slots, wherever the device finds that it is.
 
-    Behind a hole of a padding mask queries reach back by its length in addition, for which the
-    margin has room, as long as new tokens and the hole are not more than it together.
+    After a hole in a padding mask, queries reach back by the length of the hole in addition. The
+    margin has room for this as long as it holds the new tokens and the hole together.
     """
 
     is_sliding = True

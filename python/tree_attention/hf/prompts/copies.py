@@ -56,7 +56,7 @@ def read_once(
     if keeps_the_last():
         options["logits_to_keep"] = 1
     ids = ids[:, :-1]
-    # Without positions Bamba counts those of every chunk from 0 (transformers 5.24).
+    # If it gets no positions, Bamba counts every chunk from 0 (transformers 5.24).
     takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
     ones, size = torch.ones_like(ids), chunk_size or ids.shape[1]
     for begin in range(0, ids.shape[1], size):

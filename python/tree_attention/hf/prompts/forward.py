@@ -33,7 +33,7 @@ _AXES = {
 _FOR_ALL_TOKENS = ("attention_mask", CACHE_NAME, "use_cache", "logits_to_keep")
 # What ranks would have for their own tokens only.
 _OUTPUTS_OF_TOKENS = ("output_hidden_states", "output_attentions", "output_router_logits")
-# Arguments of a forward pass over text of which it is known what they are.
+# Arguments of a forward pass over text that this module knows.
 KNOWN = frozenset((*_AXES, *_FOR_ALL_TOKENS, *_OUTPUTS_OF_TOKENS, "return_dict"))
 # Kinds of rotary embeddings whose frequencies depend on the largest position of the chunk.
 _ROPES_OF_ALL_POSITIONS = ("dynamic", "longrope")

@@ -158,7 +158,7 @@ def others(source: Source) -> str:
 
 
 def check_config_file(file: str | os.PathLike[str], what: str) -> None:
-    """Raises ValueError, beginning with `what`, if a size in a config.json is that of no model."""
+    """Raises ValueError, beginning with `what`, if no model can have a size in a config.json."""
     config = read_json_object(file, what)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict | None):

@@ -47,7 +47,7 @@ class Checkpoint:
 
     def __init__(self, source: Source, quantization: Mapping[str, Any]) -> None:
         self.path = path = source.path
-        self._whole_type: str | None = None  # of a model of which the text is taken
+        self._whole_type: str | None = None  # of a model whose text part is taken
         self._left_out: tuple[str, ...] = ()  # patterns of names
         index = find_file(source, _INDEX)
         single = None if index is not None else find_file(source, _SINGLE, required=True)

@@ -83,7 +83,7 @@ class Saved(Protocol):
 
 
 class File(NamedTuple):
-    """A rank's file: what its note tells the others, and the index of it."""
+    """A rank's file: what its note tells the others, and its index."""
 
     name: str
     sha256: str
