@@ -22,7 +22,7 @@ namespace {
 
 constexpr const char* kOp = "cascade_decode";
 
-// Pages [begin, end) of a sequence's table, of which its queries see keys.
+// Pages [begin, end) of a sequence's table that have keys which its queries see.
 struct Pages {
   int64_t begin, end;
 
@@ -174,7 +174,7 @@ std::vector<PageGroup> find_groups(const at::Tensor& table, const std::vector<Pa
   return find_groups(Table<int64_t>(table), seen, page_size, costs);
 }
 
-// The pages of which the queries of each sequence see keys.
+// For each sequence, the pages that have keys which its queries see.
 std::vector<Pages> seen_pages(const DecodeArgs& args) {
   const int64_t page_size = args.k.size(2), num_pages = args.page_table->size(-1);
   const int64_t batch = args.q.size(0);

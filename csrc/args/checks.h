@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// From torch's dtypes to ours, and what several operators require of their arguments. A message has
-// operator, argument, requirement and the value got.
+// Translates torch's dtypes to this library's, and checks what several operators require of their
+// arguments. A message names operator, argument, requirement and value.
 #pragma once
 
 #include <ATen/core/Tensor.h>

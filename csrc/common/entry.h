@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The total order of chosen keys: NaN first, then score down, slot up. A score and its slot are one
-// integer, of which the larger one comes first; -0 is 0, and no two entries of different slots are
-// equal.
+// integer, and larger integers come first. -0 is 0, and entries of different slots are never equal.
 #pragma once
 
 #include <cstdint>

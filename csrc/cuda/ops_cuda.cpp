@@ -27,8 +27,8 @@
 namespace tree_attention::cuda {
 namespace {
 
-// Asked of the runtime once for each device. ATen's context has them too, but its header asks for
-// those of cuBLAS, cuSPARSE and cuSOLVER, which a bare toolkit lacks.
+// Asked of the runtime once for each device. ATen's context has them too, but its header needs the
+// headers of cuBLAS, cuSPARSE and cuSOLVER, which a bare toolkit lacks.
 const cudaDeviceProp& properties(c10::DeviceIndex index) {
   static std::mutex mutex;
   static auto* const known = new std::map<c10::DeviceIndex, cudaDeviceProp>;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // Scores of keys of int8 for few rows, in integers. Converting a key to bfloat16 costs more than
-// its product with up to 8 queries. So these become integers: an element is d0 * 2^16 + d1 * 2^8 +
-// d2 in units of 2^-21 of the power of two below the row's largest, with digits of -128 to 127.
-// Elements above 2^-15 of the largest are exact, the others off by 2^-22 of it at most, and the
-// sums of products are exact.
+// its product with up to 8 queries. So the queries become integers: an element is d0 * 2^16 + d1 *
+// 2^8 + d2 in units of 2^-21 of the power of two below the row's largest, with digits of -128 to
+// 127. Elements above 2^-15 of the largest are exact, the others off by 2^-22 of it at most, and
+// the sums of products are exact.
 #pragma once
 
 #include <immintrin.h>

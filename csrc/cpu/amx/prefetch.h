@@ -17,9 +17,9 @@ namespace {
 
 // Fetches lines of the window, or where there is none the keys and values of the next step, while a
 // step is computed: fetched twice, they would take up places of the window's lines
-// (docs/cpu_kernel.md). A core keeps only 16 lines in flight, so that fetching overlaps with
-// computing only where it is spread over all of it: each part of the computing says how much of it
-// it is.
+// (docs/cpu_kernel.md). A core keeps only 16 lines in flight. So fetching overlaps with computing
+// only if it is spread over the whole step: each part of the step says what share of its time it
+// takes.
 template <typename T>
 class Prefetcher {
  public:

@@ -76,8 +76,8 @@ inline KeyTile key_tile(const DecodeParams& p, const Step<T>& step, int first, T
   return KeyTile::at(copy, stride);
 }
 
-// The keys of a step as two matrices, of which `copy` [32, head_dim] has those that cannot be used
-// in place, or all of them if they were converted.
+// The keys of a step as two matrices. `copy` [32, head_dim] has the keys that cannot be used in
+// place, or all keys if they were converted.
 template <bool kConverted, typename T>
 inline void key_tiles(const DecodeParams& p, const Step<T>& step, BFloat16* copy, KeyTile* tiles) {
   if constexpr (kConverted) {
@@ -112,7 +112,7 @@ struct FewRowsMemory {
   BFloat16* k;           // [buffers, 32 keys, head_dim]: those that are not used where they lie
   uint32_t* v;           // [head_dim_v / 32, 2 tiles of 16 dims, 16 pairs of keys, 16 dims]
   float* scores;         // [2, 32 keys, columns]
-  int32_t* products;     // [32 keys, 2 groups of rows, 16]: those of digits, of keys of int8
+  int32_t* products;     // [32 keys, 2 groups of rows, 16]: of digits, for keys of int8
   uint16_t *high, *low;  // [16 rows, 32 keys]: the two terms of P
   size_t num_bytes;
 
@@ -120,7 +120,7 @@ struct FewRowsMemory {
 
   FewRowsMemory(const DecodeParams& p, int64_t num_rows, void* memory) {
     Arrays arrays(memory);
-    // Keys of 8 bits are converted while those of the step before are used.
+    // Keys of 8 bits are converted while the keys of the step before are used.
     const int64_t key_buffers = p.kv_dtype == DataType::kBFloat16 ? 1 : 2;
     arrays.take(q, row_blocks(num_rows) * kTileRows * padded(p.head_dim) / 2);
     arrays.take(k, key_buffers * kStepKeys * padded(p.head_dim));

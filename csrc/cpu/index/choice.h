@@ -133,8 +133,8 @@ struct Part {
   const Entry *next, *end;
 };
 
-// Calls take(entry) for the first topk entries of the union, of which those with a slot that an
-// earlier one has are left out: of a slot that is named twice the largest score comes first.
+// Calls take(entry) for the first topk entries of the union. An entry whose slot an earlier entry
+// has is left out. So a slot that is named twice keeps its largest score, which comes first.
 template <typename Take>
 void merge_parts(std::vector<Part>& parts, int64_t topk, NamedSlots& named, const Take& take) {
   const auto comes_later = [](const Part& a, const Part& b) { return *a.next < *b.next; };

@@ -119,7 +119,7 @@ struct PairScores {
   }
 
  private:
-  // keys = those of the tile from `first` on.
+  // keys = the keys of the tile from `first` on.
   template <int kCount>
   static void take_keys(const ScoreTile& tile, int first, const BFloat16* (&keys)[kCount]) {
     for (int i = 0; i < kCount; ++i) keys[i] = static_cast<const BFloat16*>(tile.keys[first + i]);

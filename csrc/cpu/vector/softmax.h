@@ -82,8 +82,8 @@ constexpr Indices kIndices;
 // half and less forget them. A row of one large score still has the weight 1.
 constexpr float kRowSlack = 1;
 
-// scores [kStepKeys] of one row become weights (online softmax), of which those from `count` on are
-// 0. Returns the factor by which the row's sums so far are to be multiplied.
+// scores [kStepKeys] of one row become weights (online softmax); weights from `count` on are 0.
+// Returns the factor by which the row's sums so far are to be multiplied.
 inline float softmax_row(int count, float* scores, float& base, double& sum) {
   if (count < kStepKeys) {  // whole vectors, which those below can load without a wait
     for (int i = 0; i < kStepKeys; i += kLanes) {

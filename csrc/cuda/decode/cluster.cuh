@@ -88,7 +88,7 @@ __device__ void store_no_state(char* shared) {
 }
 
 // Merges the states of a cluster's blocks into `sink`, each block a run of the output's elements.
-// To be called by all threads of the cluster, `own_stage` being that of the block's own state.
+// To be called by all threads of the cluster. `own_stage` holds the block's own state.
 // Afterwards stages may be filled, blocks end, and one block release to the device what all of them
 // have stored. Sums are in the order of the blocks.
 template <typename Config, typename Sink>
@@ -157,7 +157,7 @@ __device__ void merge_states_of_cluster(const LaunchParams& params, const Output
   barrier_cluster();
 }
 
-// Makes one state of those of a cluster's blocks, if there are several blocks. Returns whether
+// Merges the states of a cluster's blocks into one, if there are several blocks. Returns whether
 // there is nothing else to do for this block, because its worker has the whole output, or because
 // another block of the cluster goes on. To be called by all threads of the cluster after
 // store_state.

@@ -34,8 +34,8 @@ using TileOf =
                        std::conditional_t<Config::kWarpRows == 8, TileOf8Rows<Element, Config>,
                                           TileOf16Rows<Element, Config>>>;
 
-// Attends the warp's rows to its keys of the block's tiles of an output, the `number`th of which
-// the block has tiles: `tile` and `softmax` become their unnormalised state. All threads call
+// Attends the warp's rows to its keys in the block's tiles of an output, the `number`th output of
+// the block: `tile` and `softmax` become their unnormalised state. All threads call
 // meanwhile() while the first keys are under way; a barrier follows.
 template <typename Element, typename Config, typename Tile, typename Meanwhile>
 __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& output,
@@ -58,7 +58,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
 
   tile.clear();
   softmax.clear();
-  int last_output = number;  // of which tiles may be requested
+  int last_output = number;  // whose tiles may be requested
   for (int i = output.tile_begin(), end = output.tile_end(); i < end;) {
     ring.wait_for_keys();
     // Without this: a stage is filled that another thread still reads.

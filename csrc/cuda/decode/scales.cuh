@@ -8,8 +8,8 @@
 
 namespace tree_attention::cuda {
 
-// The scales of a step's keys, or of their values: of_key[n] are those of the thread's two keys of
-// block n of the products.
+// The scales of a step's keys, or of their values. of_key[n] holds the scales of the thread's two
+// keys in block n of the products.
 template <typename Fragments, int kBlocks>
 struct StepScales {
   float of_key[kBlocks][2];

@@ -155,8 +155,8 @@ __device__ __forceinline__ Cut cut_uniform_line(const UniformLine& line, int wor
           static_cast<int>(output * line.output_length - begin)};
 }
 
-// Cuts the line into equal ranges and writes that of this block's worker to `memory`; returns
-// whether there is one for it. To be called by all threads.
+// Cuts the line into equal ranges and writes the range of this block's worker to `memory`. Returns
+// whether there is a range for it. To be called by all threads.
 template <typename Config>
 __device__ bool cut_line(const LaunchParams& params, ScheduleMemory<Config>& memory) {
   const DecodeParams& p = params.decode;

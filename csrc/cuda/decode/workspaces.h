@@ -18,12 +18,12 @@ struct LeasedWorkspace {
   std::unique_lock<std::mutex> lock;
 };
 
-// The workspace of `stream`, a stream of the current device, at least of size `needed`. Memory of a
-// stream is allocated for the largest launch of the device by the first call that finds none which
-// an ended graph, or a stream that `lives` and has nothing to do, has left; and by one that asks
-// for more blocks than are resident. A capture gets what its launches need. None of it is ever
-// freed, as a launch may be under way, nor does it come from torch's allocator, and allocating it
-// does not disturb a capture. `lives`: the stream is never destroyed, and not the default one.
+// The workspace of `stream`, a stream of the current device, at least of size `needed`. A call
+// first looks for one that was left by an ended graph, or by a stream that `lives` and has nothing
+// to do. If it finds none, it allocates memory for the largest launch of the device; so does a call
+// that asks for more blocks than are resident. A capture gets what its launches need. None of it is
+// ever freed, as a launch may be under way, nor does it come from torch's allocator, and allocating
+// it does not disturb a capture. `lives`: the stream is never destroyed, and not the default one.
 LeasedWorkspace workspace_of(cudaStream_t stream, bool lives, const DeviceLimits& limits,
                              const WorkspaceSize& needed);
 

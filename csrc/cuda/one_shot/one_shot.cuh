@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
 // The exchange of all ranks' states in one kernel, for ranks that reach one another's memory: every
-// rank stores its state into every rank's buffer, raises flags, waits for those of the others, and
-// merges what it was given. What it is made of:
+// rank stores its state into every rank's buffer, raises flags, waits for the flags of the others,
+// and merges what it was given. It works so:
 //
 // A rank's buffer holds flags [parity][block][source rank] and slots [parity][source rank], and is
 // written by all ranks. Block b of a rank sends and merges a slice of the rows and waits for block
@@ -10,10 +10,11 @@
 // kOneShotMaxBlocks blocks, which a device runs side by side.
 //
 // Calls are counted by an epoch in device memory, so that a captured graph may be replayed. Flags
-// carry the epoch. Those and the slots of epoch k are used again in epoch k + 2, and need no second
-// flag for it: a rank stores in epoch k + 2 only once its kernel of epoch k + 1 has ended, in which
-// it saw every rank's flag of epoch k + 1, which that rank raised after its kernel of epoch k, with
-// all of its reading, had ended. So launches of a rank must be ordered, by a stream or by events.
+// carry the epoch. The flags and slots of epoch k are used again in epoch k + 2, without another
+// flag. For a rank stores in epoch k + 2 only after its kernel of epoch k + 1 has ended. In that
+// kernel it saw every rank's flag of epoch k + 1, and each rank raised that flag after its kernel
+// of epoch k had ended, with all of its reading. So launches of a rank must be ordered, by a stream
+// or by events.
 //
 // A rank that waits for longer than the timeout, or is aborted, gives NaN for the block's rows,
 // says in host memory which rank it waited for, and from its next launch on sends nothing and gives
