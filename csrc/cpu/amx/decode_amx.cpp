@@ -13,7 +13,7 @@
 namespace tree_attention::cpu {
 namespace {
 
-struct FewRows {
+struct FewRowsByTiles {
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
     return row_state_bytes(p, num_rows) +
            (p.dtype == DataType::kBFloat16 ? FewRowsMemory(p, num_rows, nullptr).num_bytes : 0);
@@ -39,7 +39,8 @@ struct FewRows {
 
 namespace tree_attention::cpu {
 constinit const Kernels amx_kernels =
-    Bfloat16Kernels<FewRows, TileRowsMemory, TileRowsAttention>::named("amx", Vectors::kAvx512Bf16);
+    Bfloat16Kernels<FewRowsByTiles, TileRowsMemory, TileRowsAttention>::named("amx",
+                                                                              Vectors::kAvx512Bf16);
 }
 
 #endif

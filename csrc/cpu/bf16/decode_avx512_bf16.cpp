@@ -14,7 +14,7 @@
 namespace tree_attention::cpu {
 namespace {
 
-struct FewRows {
+struct FewRowsByPairs {
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
     return PairAttention<BFloat16>::workspace_bytes(p, num_rows);
   }
@@ -33,8 +33,8 @@ struct FewRows {
 
 namespace tree_attention::cpu {
 constinit const Kernels avx512_bf16_kernels =
-    Bfloat16Kernels<FewRows, PairRowsMemory, PairRowsAttention>::named("avx512_bf16",
-                                                                       Vectors::kAvx512Bf16);
+    Bfloat16Kernels<FewRowsByPairs, PairRowsMemory, PairRowsAttention>::named("avx512_bf16",
+                                                                              Vectors::kAvx512Bf16);
 }
 
 #endif

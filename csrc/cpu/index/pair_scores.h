@@ -63,11 +63,11 @@ inline void multiply_heads(const uint32_t* q, int64_t head_dim, const BFloat16* 
 }
 
 struct PairScores {
-  static bool takes(const IndexHeads& heads) { return heads.dtype == DataType::kBFloat16; }
+  static bool supports(const IndexHeads& heads) { return heads.dtype == DataType::kBFloat16; }
   static bool has_few_heads(const IndexHeads& heads) { return heads.num_all_heads <= kFewHeads; }
   static int64_t vecs(const IndexHeads& heads) { return (heads.num_heads + kLanes - 1) / kLanes; }
   static size_t query_bytes(const IndexHeads& heads) {
-    if (!takes(heads)) return VectorScores::query_bytes(heads);
+    if (!supports(heads)) return VectorScores::query_bytes(heads);
     if (has_few_heads(heads)) {
       return heads.num_heads * dot_stride(heads.head_dim) * sizeof(BFloat16);
     }
@@ -75,12 +75,12 @@ struct PairScores {
     return vecs(heads) * (pairs_of(heads.head_dim) + 1) * kLanes * sizeof(uint32_t);
   }
   static size_t scratch_bytes(const IndexHeads& heads) {
-    if (!takes(heads)) return VectorScores::scratch_bytes(heads);
+    if (!supports(heads)) return VectorScores::scratch_bytes(heads);
     return (has_few_heads(heads) ? heads.num_heads : 2 * kLanes) * kTileColumns * sizeof(float);
   }
 
   static void prepare(const IndexHeads& heads, void* query) {
-    if (!takes(heads)) return VectorScores::prepare(heads, query);
+    if (!supports(heads)) return VectorScores::prepare(heads, query);
     __builtin_memset(query, 0, query_bytes(heads));
     const auto* const from = static_cast<const BFloat16*>(heads.q);
     auto* const to = static_cast<BFloat16*>(query);
@@ -101,7 +101,7 @@ struct PairScores {
 
   static void score(const IndexHeads& heads, const void* query, const ScoreTile& tile,
                     void* scratch, float* scores) {
-    if (!takes(heads)) return VectorScores::score(heads, query, tile, scratch, scores);
+    if (!supports(heads)) return VectorScores::score(heads, query, tile, scratch, scores);
     if (has_few_heads(heads)) return score_few_heads(heads, query, tile, scratch, scores);
     const auto* const q = static_cast<const uint32_t*>(query);
     auto* const sums = static_cast<float*>(scratch);

@@ -203,13 +203,11 @@ class VectorAttention : protected RowsAttention<T> {
                    const Step<T>& next, Window<T>* window) {
     if (window == nullptr) {
       attend_step_with(
-          row_begin, row_end, key, step, [&](int i) { return ColumnPrefetch<T>{step.v + i}; },
-          ColumnPrefetch<T>{next.k});
+          row_begin, row_end, key, step, [&](int i) { return fetch_columns(step.v + i); },
+          fetch_columns(next.k));
     } else {
-      WindowPrefetch<T> prefetch(*window);
-      attend_step_with(
-          row_begin, row_end, key, step, [&](int) -> WindowPrefetch<T>& { return prefetch; },
-          prefetch);
+      auto fetch = fetch_window(*window);
+      attend_step_with(row_begin, row_end, key, step, [&](int) -> auto& { return fetch; }, fetch);
     }
   }
 
@@ -224,7 +222,7 @@ class VectorAttention : protected RowsAttention<T> {
         if (row == row_begin) {
           score_block<kRows>(step.k + key, fetch_values(key), q, p_.head_dim, scores);
         } else {
-          score_block<kRows>(step.k + key, NoPrefetch{}, q, p_.head_dim, scores);
+          score_block<kRows>(step.k + key, fetch_nothing(), q, p_.head_dim, scores);
         }
       });
     }
@@ -236,7 +234,7 @@ class VectorAttention : protected RowsAttention<T> {
       if (row == row_begin) {
         value_block<kRows>(step, fetch_keys, weights, rescale + row, p_.head_dim_v, acc);
       } else {
-        value_block<kRows>(step, NoPrefetch{}, weights, rescale + row, p_.head_dim_v, acc);
+        value_block<kRows>(step, fetch_nothing(), weights, rescale + row, p_.head_dim_v, acc);
       }
     });
   }

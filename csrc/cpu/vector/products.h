@@ -13,49 +13,38 @@
 namespace tree_attention::cpu {
 namespace {
 
-// What a block of rows fetches while it computes: nothing.
-struct NoPrefetch {
-  void fetch(int, int64_t) {}
-};
-
-template <typename T>
-inline void prefetch_pair(const T* p) {
-  constexpr int kBytes = kPair * sizeof(T);
-  for (int i = 0; i < kBytes; i += kLineBytes) {
-    __builtin_prefetch(reinterpret_cast<const char*>(p) + i);
-  }
+// What a block of rows fetches while it computes is a function of the key and the column where its
+// loop is. This one fetches nothing.
+inline auto fetch_nothing() {
+  return [](int, int64_t) {};
 }
 
-// The rows ahead, at the place where the loop is in its own rows.
+// Fetches the rows ahead, at the same column.
 template <typename T>
-struct ColumnPrefetch {
-  const T* const* ahead;
-  void fetch(int key, int64_t d) { prefetch_pair(ahead[key] + d); }
-};
+inline auto fetch_columns(const T* const* ahead) {
+  return [ahead](int key, int64_t d) {
+    const auto* const column = reinterpret_cast<const char*>(ahead[key] + d);
+    constexpr int kBytes = kPair * sizeof(T);
+    for (int i = 0; i < kBytes; i += kLineBytes) __builtin_prefetch(column + i);
+  };
+}
 
-// As many lines of the window as the loop reads of its own rows, which lie in the second-level
-// cache since the window was theirs. This pays where keys come from memory.
+// Fetches as many lines of the window as the loop reads of its own rows, which lie in the
+// second-level cache since the window was theirs. This pays where keys come from memory.
 template <typename T>
-class WindowPrefetch {
- public:
-  explicit WindowPrefetch(Window<T>& window) : window_(window) {}
-
-  void fetch(int, int64_t) {
+inline auto fetch_window(Window<T>& window) {
+  return [&window, calls = 0u](int, int64_t) mutable {
     constexpr int kPairBytes = kPair * sizeof(T);
     constexpr int kCalls = Window<T>::kPlaces * kLineBytes / kPairBytes;
-    if (++calls_ % kCalls == 0) window_.fetch();
-  }
-
- private:
-  Window<T>& window_;
-  unsigned calls_ = 0;
-};
+    if (++calls % kCalls == 0) window.fetch();
+  };
+}
 
 // scores [kRows, kKeyBlock] = q [kRows, head_dim] times the transpose of k [kKeyBlock, head_dim].
 // Rows of scores are kStepKeys apart, rows of q padded(head_dim); k holds the addresses of its
 // rows.
-template <int kRows, typename T, typename Prefetch>
-inline void score_block(const T* const* k, Prefetch&& ahead, const float* q, int64_t head_dim,
+template <int kRows, typename T, typename Fetch>
+inline void score_block(const T* const* k, Fetch&& fetch, const float* q, int64_t head_dim,
                         float* scores) {
   const int64_t q_stride = padded(head_dim);
   Vec sums[kRows][kKeyBlock];
@@ -65,7 +54,7 @@ inline void score_block(const T* const* k, Prefetch&& ahead, const float* q, int
   const auto accumulate = [&](int64_t d, const auto& load_keys) {
     Vec even[kKeyBlock], odd[kKeyBlock];
     for (int key = 0; key < kKeyBlock; ++key) {
-      ahead.fetch(key, d);
+      fetch(key, d);
       load_keys(k[key] + d, even[key], odd[key]);
     }
     for (int row = 0; row < kRows; ++row) {
@@ -90,15 +79,15 @@ inline void score_block(const T* const* k, Prefetch&& ahead, const float* q, int
 
 // acc [kRows, head_dim] = rescale [kRows] * acc + weights [kRows, step.count] times v [step.count,
 // head_dim]. Rows of acc are padded(head_dim) apart, rows of weights kStepKeys.
-template <int kRows, typename T, typename Prefetch>
-inline void value_block(const Step<T>& step, Prefetch&& ahead, const float* weights,
+template <int kRows, typename T, typename Fetch>
+inline void value_block(const Step<T>& step, Fetch&& fetch, const float* weights,
                         const float* rescale, int64_t head_dim, float* acc) {
   const int64_t stride = padded(head_dim);
   const auto accumulate = [&](int64_t d, const auto& load_values) {
     Vec even[kRows], odd[kRows];
     for (int row = 0; row < kRows; ++row) even[row] = odd[row] = zero();
     for (int key = 0; key < step.count; ++key) {
-      ahead.fetch(key, d);
+      fetch(key, d);
       Vec v_even, v_odd;
       load_values(step.v[key] + d, v_even, v_odd);
       for (int row = 0; row < kRows; ++row) {
