@@ -28,7 +28,8 @@ from .exchange import (
 )
 from .ops import lean_decode, merge_states
 from .options import AttentionOptions
-from .sharding import ShardLayout
+from .sharding import BlockCyclic, ShardLayout
+from .shares import Shares
 
 _ALL_SLOTS = 1 << 62  # more than any cache has
 
@@ -126,9 +127,16 @@ class Blocks:
     def __str__(self) -> str:
         return f"{self.option}={self.size}"
 
+    def layout(self, world_size: int, shares: Shares = None) -> BlockCyclic:
+        """The default layout of a cache, in which ranks hold whole blocks."""
+        return BlockCyclic(world_size, self.size or BlockCyclic.block, shares)
+
     def refusal(self, op: str, words: str) -> ValueError:
         """The error of `op`, where `words` say what the option needs or is not for."""
         return ValueError(f"{op}: {self.option} {words}")
+
+
+UNCUT = Blocks(0)
 
 
 def check_layout(op: str, layout: ShardLayout, size: int) -> None:

@@ -224,7 +224,7 @@ def test_layers_of_other_caches_are_refused(
 def test_attributes_that_say_where_tokens_are() -> None:
     model, cache = filled()
     expected = step(model, copy.deepcopy(cache))
-    for name in ("layout", "rank", "world_size", "comm", "deterministic"):
+    for name in ("layout", "rank", "world_size", "comm", "blocks"):
         with pytest.raises(AttributeError, match=f"{name} of a cache cannot be set, as its tokens"):
             setattr(cache.shard, name, getattr(cache.shard, name))
     layer = cache.layers[0]

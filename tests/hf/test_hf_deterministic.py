@@ -76,7 +76,7 @@ def test_a_resharded_cache_stays_deterministic() -> None:
     with torch.no_grad():
         model(**make_prompts(), **{CACHE_NAME: cache})
     cache.reshard(BlockCyclic(1, 2 * SIZE))
-    assert cache.shard.deterministic == SIZE
+    assert cache.shard.blocks.size == SIZE
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from .cache.far import check_device
 from .cache.tree_cache import TreeCache
 from .check_attention import check_attention
 from .generate import Setup
-from .options import CacheOptions, takes_cache_options, with_defaults
+from .options import CacheOptions, blocks_of, takes_cache_options, with_defaults
 from .patch import is_enabled, patch, unpatch
 from .sampling import SynchronizeLogits
 
@@ -242,8 +242,7 @@ def _by_shares(
         return layout, layout.shares if isinstance(layout, BlockCyclic) else None
     if found.cache is None:
         return None, found.prompt
-    block = options["deterministic"] or BlockCyclic.block
-    return BlockCyclic(world_size, block, found.cache), found.prompt
+    return blocks_of(options).layout(world_size, found.cache), found.prompt
 
 
 def _checked_prefill(prefill: str, cache: TreeCache, mesh: Mesh | None) -> str:

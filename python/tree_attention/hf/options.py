@@ -6,6 +6,7 @@ from typing import Literal, TypedDict
 
 import torch
 
+from ..deterministic import Blocks, check_size
 from ..exchange import DEFAULT_TIMEOUT, GivenStrategy
 from ..options import CACHE, check_option_names, lists_options
 from ..sharding import ShardLayout
@@ -75,3 +76,8 @@ def with_defaults(op: str, options: CacheOptions) -> CacheOptions:
     """All options of a call of `op`; TypeError, as Python raises it, for names that are none."""
     check_option_names(op, options, _DEFAULTS, CACHE)
     return {**_DEFAULTS, **options}
+
+
+def blocks_of(options: CacheOptions) -> Blocks:
+    """The blocks at which a cache with these options has its attention cut."""
+    return Blocks(check_size("TreeCache", options["deterministic"]))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...decode import tree_decode
-from ...deterministic import Blocks, check_layout, check_size, tree_decode_by_blocks
+from ...deterministic import UNCUT, Blocks, check_layout, tree_decode_by_blocks
 from ...exchange import (
     DEFAULT_TIMEOUT,
     Communicator,
@@ -35,14 +35,14 @@ class Shard:
         layout: ShardLayout | None = None,
         strategy: GivenStrategy = "auto",
         timeout: float | timedelta = DEFAULT_TIMEOUT,
-        deterministic: int = 0,
+        blocks: Blocks = UNCUT,
     ) -> None:
-        self.blocks = Blocks(check_size("TreeCache", deterministic))
+        self.blocks = blocks
         self.comm = get_communicator(group)
         self.rank, self.world_size = self.comm.rank, self.comm.world_size
         self.column = column_of(group)  # of the heads that are on this rank
         if layout is None:
-            layout = BlockCyclic(self.world_size, self.blocks.size or BlockCyclic.block)
+            layout = blocks.layout(self.world_size)
         if not isinstance(layout, ShardLayout):
             raise TypeError(
                 f"TreeCache: layout must be a ShardLayout, such as BlockCyclic, got {layout!r}"
@@ -53,8 +53,8 @@ class Shard:
                 f"TreeCache: layout must have the group's world size {self.world_size}, "
                 f"got one of {self.layout.world_size}"
             )
-        if self.blocks.size:
-            check_layout("TreeCache", layout, self.blocks.size)
+        if blocks.size:
+            check_layout("TreeCache", layout, blocks.size)
         check_options("TreeCache", strategy)
         self.strategy = strategy
         self.timeout = self.comm.seconds_of("TreeCache", timeout)
@@ -62,18 +62,13 @@ class Shard:
 
     def __setattr__(self, name: str, value: object) -> None:
         # Where slots are follows from these: others would be read as if they had been moved there.
-        fixed = "comm", "rank", "world_size", "layout", "blocks", "deterministic"
+        fixed = "comm", "rank", "world_size", "layout", "blocks"
         if name in fixed and hasattr(self, name):
             raise AttributeError(
                 f"TreeCache: {name} of a cache cannot be set, as its tokens are where it says; "
                 "move them with cache.reshard(layout), or make another TreeCache"
             )
         super().__setattr__(name, value)
-
-    @property
-    def deterministic(self) -> int:
-        """Slots of the blocks at which attention is cut, 0 where it is not."""
-        return self.blocks.size
 
     @property
     def decode(self) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -84,7 +79,7 @@ class Shard:
 
     def with_layout(self, layout: ShardLayout) -> "Shard":
         """A shard of the same ranks and settings whose keys are placed by another layout."""
-        new = Shard(self.comm, layout, self.strategy, self.timeout, self.blocks.size)
+        new = Shard(self.comm, layout, self.strategy, self.timeout, self.blocks)
         new.column = self.column
         return new
 

@@ -14,10 +14,9 @@ from typing_extensions import Unpack
 
 from ..._numbers import integer, shown
 from ...exchange import Communicator, Signature, on_every_rank
-from ...options import split_options
 from ...sharding import ShardLayout
 from ...weights.text import text_config
-from ..options import KV_DTYPES, CacheOptions, takes_cache_options, with_defaults
+from ..options import KV_DTYPES, CacheOptions, blocks_of, takes_cache_options, with_defaults
 from .build import keeps_state, new_layers
 from .growing import TreeCacheLayer, cropped_length, interrupted
 from .memory import in_words
@@ -91,9 +90,9 @@ class TreeCache(StateCache):
             raise ValueError(f"TreeCache: kv_dtype must be None or one of {names}, got {name!r}")
         kv_dtype = None if name is None else KV_DTYPES[name]
         self.near_tokens = _near_tokens(options)
-        of_layers = ("kv_dtype", "max_length", "far", "near_tokens")
-        _, of_shard = split_options(options, of_layers)
-        self.shard = Shard(group, layout, **of_shard)
+        self.shard = Shard(
+            group, layout, options["strategy"], options["timeout"], blocks_of(options)
+        )
         if self.has_far_keys and self.shard.blocks.size:
             raise self.shard.blocks.refusal("TreeCache", "is not supported with far='cpu'")
         config = text_config(config)
