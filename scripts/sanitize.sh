@@ -60,6 +60,29 @@ compile() {
   "${CXX:-g++}" "$@" "${objects[@]}" -pthread -o "$folder/tests"
 }
 
+# run LOG COMMAND...: most tests use one core, so they run beside what is compiled next.
+processes=() logs=()
+run() {
+  local log=$build/$1.log
+  "${@:2}" >"$log" 2>&1 &
+  processes+=($!) logs+=("$log")
+}
+
+# Waits for all that runs and shows what it said; fails where one of them has failed.
+results() {
+  local i failed=()
+  for i in "${!processes[@]}"; do
+    wait "${processes[i]}" || failed+=("${logs[i]}")
+    printf '\033[1m== %s\033[0m\n' "${logs[i]%.log}"
+    cat "${logs[i]}"
+  done
+  if ((${#failed[@]})); then
+    echo "sanitize: failed: ${failed[*]}" >&2
+    return 1
+  fi
+}
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+
 # The races of tests/cuda_emulator/test_races.cpp, each of which must be reported.
 expect_race() {
   local report
@@ -79,16 +102,19 @@ thread_launcher=(env)
 setarch -R true 2>/dev/null && thread_launcher=(setarch -R)
 
 compile cpu-address+undefined "${cpu_sources[@]}" -- "${address_flags[@]}" "${cpu_flags[@]}"
-"$build/cpu-address+undefined/tests"
+run cpu-address+undefined "$build/cpu-address+undefined/tests"
 compile cpu-thread "${cpu_sources[@]}" -- "${thread_flags[@]}" "${cpu_flags[@]}"
-"${thread_launcher[@]}" "$build/cpu-thread/tests"
+run cpu-thread "${thread_launcher[@]}" "$build/cpu-thread/tests"
 
 compile cuda-address+undefined "${cuda_sources[@]}" -- "${address_flags[@]}" "${cuda_flags[@]}"
-"$build/cuda-address+undefined/tests"
-"$build/cuda-address+undefined/tests" "${decode_cases[@]}"
+run cuda-address+undefined "$build/cuda-address+undefined/tests"
+run cuda-address+undefined-decode "$build/cuda-address+undefined/tests" "${decode_cases[@]}"
 compile cuda-thread "${cuda_sources[@]}" -- "${thread_flags[@]}" "${cuda_flags[@]}"
-"${thread_launcher[@]}" "$build/cuda-thread/tests"
-"${thread_launcher[@]}" "$build/cuda-thread/tests" "${decode_cases[@]}"
+run cuda-thread "${thread_launcher[@]}" "$build/cuda-thread/tests"
+for case in "${decode_cases[@]}"; do
+  run "cuda-thread-$case" "${thread_launcher[@]}" "$build/cuda-thread/tests" "$case"
+done
+results
 for race in no_barrier relaxed no_warp_barrier early_refill no_order; do
   expect_race "race_$race"
 done
