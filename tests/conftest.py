@@ -16,6 +16,7 @@ from dry_device import dry_cuda, run_ranks_dry
 from emulated import emulated_operators
 
 _seed = session._seed
+_share_servers = session._share_servers
 
 TESTS = Path(__file__).parent
 # For scripts/test_deep.sh as a whole; the rest of that tier is marked where it stands.

@@ -14,7 +14,8 @@
     values = run_ranks(agree, 3, seed)     # [value of rank 0, of rank 1, of rank 2]
 
 Processes come from two fork servers that have imported torch and this library once, one for even
-and one for odd ranks, each with a hash seed of its own, as processes of several hosts have.
+and one for odd ranks, each with a hash seed of its own, as processes of several hosts have. Workers
+of pytest-xdist share them.
 Processes are kept per world size, so a call costs milliseconds. The default process group is that
 world and outlives the call. A failure names world, rank and case, and its processes are replaced.
 """
@@ -22,8 +23,10 @@ world and outlives the call. A failure names world, rank and case, and its proce
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import inspect
+import json
 import multiprocessing
 import os
 import pickle
@@ -33,10 +36,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -50,6 +54,12 @@ _NUM_SERVERS = 2
 # Of process groups that cases leave behind, after which a world is replaced: each has three threads
 # of Gloo, one of which polls. With 200 of them the ranks had no time left for the cases.
 _MAX_GROUPS = 16
+
+
+def share_servers(folder: Path) -> None:
+    """Have all processes of a run, which name one folder, take ranks from the same servers."""
+    global _folder
+    _folder = folder
 
 
 def preload(*modules: str) -> None:
@@ -88,8 +98,33 @@ def _running_server(rank: int) -> forkserver.ForkServer:
     path = os.pathsep.join(sys.path)
     with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed), PYTHONPATH=path):
         os.environ.pop("TREE_ATTENTION_COSTS", None)
-        _servers[seed].ensure_running()
+        if _folder is None or _servers[seed]._forkserver_address is not None:
+            _servers[seed].ensure_running()
+        else:
+            _start_or_join(_servers[seed], _folder, seed)
     return _servers[seed]
+
+
+def _start_or_join(server: forkserver.ForkServer, folder: Path, seed: int) -> None:
+    """Whoever needs a server first starts it, and notes for the others where it is."""
+    address = str(folder / f"ranks-{seed}-{os.getpid()}")  # multiprocessing's go with the starter
+    with (folder / f"ranks-{seed}").open("a+") as notes:
+        fcntl.flock(notes, fcntl.LOCK_EX)
+        notes.seek(0)
+        if text := notes.read():
+            starter, alive, found, key = json.loads(text)
+            with suppress(OSError):  # the starter has ended
+                # The server lives as long as this pipe has a writer.
+                server._forkserver_alive_fd = os.open(f"/proc/{starter}/fd/{alive}", os.O_WRONLY)
+                server._forkserver_address = found
+                server._forkserver_authkey = key and bytes.fromhex(key)
+                server.ensure_running = lambda: None  # it is no child of this process
+                return
+        with mock.patch.object(forkserver.connection, "arbitrary_address", lambda _: address):
+            server.ensure_running()
+        key = getattr(server, "_forkserver_authkey", None)  # from Python 3.14 on
+        notes.truncate(0)
+        json.dump((os.getpid(), server._forkserver_alive_fd, address, key and key.hex()), notes)
 
 
 def _start_interpreter(hash_seed: int, *args: Any) -> BaseProcess:
@@ -349,6 +384,7 @@ def _close_all() -> None:
 
 _context = multiprocessing.get_context("forkserver")
 _interpreters = multiprocessing.get_context("spawn")
+_folder: Path | None = None
 _preloaded: list[str] = []
 _servers: dict[int, forkserver.ForkServer] = {}
 preload("torch", "torch.distributed", "pytest", "hypothesis", "tree_attention.decode")

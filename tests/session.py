@@ -19,6 +19,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from distributed import share_servers
+
 # The same examples in every run and no deadline: a busy machine fails no test.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("repeatable")
@@ -27,3 +29,11 @@ settings.load_profile("repeatable")
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_servers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    if hasattr(request.config, "workerinput"):  # of pytest-xdist
+        share_servers(tmp_path_factory.getbasetemp().parent)

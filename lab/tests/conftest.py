@@ -4,3 +4,4 @@
 import session
 
 _seed = session._seed
+_share_servers = session._share_servers
