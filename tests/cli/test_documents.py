@@ -103,8 +103,9 @@ def _small_checkpoint(name: str, tokens: Path, directory: Path) -> Path:
 @pytest.mark.parametrize(
     "name, options, prepared_by, asked_by",
     tiers(
-        [("gemma2", ("--kv-dtype", "int8"), 2, 1), ("LFM2", (), 1, 2)],
+        [("gemma2", ("--kv-dtype", "int8"), 2, 1)],
         [
+            ("LFM2", (), 1, 2),
             ("llama", ("--tensor-parallel-size", "2"), 2, 4),
             ("llama", ("--weights", "replicated", "--kv-dtype", "fp8"), 3, 2),
             ("llama", ("--weight-dtype", "int8"), 1, 2),

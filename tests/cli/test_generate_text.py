@@ -87,6 +87,7 @@ def started(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]"
     )
 
 
+@pytest.mark.deep  # as a launcher and ranks import transformers; test_run.py has such ranks, too
 def test_ranks_of_its_own(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,7 +161,7 @@ def test_lost_ranks(world_size: int, victim: int, how: str, size: int) -> None:
         assert "message" in message, message
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@by_world([2], [1, 3])
 @on_ranks(timeout=COMPILING)
 def test_in_a_graph(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=COMPILING)

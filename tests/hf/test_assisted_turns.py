@@ -58,7 +58,7 @@ def test_second_turn(rank: int, world_size: int, means: str) -> None:
 
 
 @pytest.mark.parametrize("max_length", [None, 400])
-@pytest.mark.parametrize("world_size", [1, 2])
+@by_world([2], [1])
 @on_ranks()
 def test_more_candidates_than_windows_keep(
     rank: int, world_size: int, max_length: int | None

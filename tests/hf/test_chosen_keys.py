@@ -78,7 +78,7 @@ def _choose_alone(scores: Tensor, slots: Tensor, *_: Any, **__: Any) -> tuple[Te
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", [V32, M3])
+@pytest.mark.parametrize("name", tiers([M3], [V32]))
 def test_other_tests_can_tell_what_ranks_choose_alone(
     rank: int, world_size: int, name: str
 ) -> None:
@@ -128,7 +128,7 @@ def _by_shares(rank: int, world_size: int, name: str, said: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", tiers([2], [3]))
-@pytest.mark.parametrize("name", [V32, M3])
+@pytest.mark.parametrize("name", tiers([V32], [M3]))
 def test_ranks_of_unequal_shares(name: str, world_size: int) -> None:
     said = generated(make_model(CHOOSING[name]), _prompt(), **greedy(NUM_TOKENS))
     run_ranks(_by_shares, world_size, name, said)
@@ -209,7 +209,7 @@ def test_split_prompts_of_ranks_whose_index_differs(rank: int, world_size: int) 
         model(ids, **{CACHE_NAME: cache}, logits_to_keep=1)
 
 
-@pytest.mark.parametrize("name", [V32, M3])
+@pytest.mark.parametrize("name", tiers([M3], [V32]))
 @on_ranks(2)
 def test_a_chunk_is_scored_in_pieces(rank: int, world_size: int, name: str) -> None:
     """What a piece of queries chooses, and what all ranks send of it, has a bound."""
@@ -342,7 +342,7 @@ def _with_assistants(rank: int, world_size: int, name: str, tokens: Tensor) -> N
 
 
 @pytest.mark.parametrize("world_size", tiers([2], [1, 3]))
-@pytest.mark.parametrize("name", [V32, M3])
+@pytest.mark.parametrize("name", tiers([M3], [V32]))
 def test_assistants_that_choose_their_keys(name: str, world_size: int) -> None:
     """Candidates that are refused are taken back, with the keys of the index."""
     tokens, *_ = generated(make_model(CHOOSING[name]), _prompt(), **greedy(NUM_TOKENS))
@@ -359,7 +359,7 @@ def _read_in_8_bits(rank: int, world_size: int, path: Path, said: Any) -> None:
             assert all(x.dtype == torch.float32 for x in indexer.parameters())
 
 
-@pytest.mark.parametrize("name", [V32, M3])
+@pytest.mark.parametrize("name", tiers([M3], [V32]))
 def test_weights_of_8_bits(name: str, tmp_path: Path) -> None:
     """Those of the index are not quantised, with which other keys would be chosen."""
     model = make_model(CHOOSING[name])
@@ -651,7 +651,8 @@ def test_caches_of_the_version_before_are_read_where_there_is_no_index(tmp_path:
     assert hf.TreeCache.load(tmp_path, model.config).get_seq_length() == LENGTH
 
 
-@pytest.mark.parametrize("name", tiers([V32], [M3]))
+@pytest.mark.deep  # as test_hf_compile.py is
+@pytest.mark.parametrize("name", [V32, M3])
 def test_decoding_is_one_graph(name: str) -> None:
     """Of a cache of fixed size, whose length the host does not know."""
     torch._dynamo.reset()

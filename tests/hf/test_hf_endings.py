@@ -4,12 +4,14 @@ goes on, as it would not after a timeout."""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 from distributed import on_ranks
+from tiers import tiers_of
 
 pytest.importorskip("transformers")
 
@@ -46,8 +48,10 @@ class _Last(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(
+    "form, is_split",
+    tiers_of(product(FORMS, (False, True)), [*((x, False) for x in FORMS), ("tokens", True)]),
+)
 @on_ranks(2)
 def test_tokens_that_differ(rank: int, world_size: int, form: str, is_split: bool) -> None:
     """In the last token, which is never fed: no exchange has its query."""
@@ -86,8 +90,10 @@ class _Raise(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-@pytest.mark.parametrize("length", [37, 40, 41])
+@pytest.mark.parametrize(
+    "length, is_split",
+    tiers_of(product((37, 40, 41), (False, True)), [(37, False), (40, True), (41, False)]),
+)
 @on_ranks(2)
 def test_a_rank_that_raises(rank: int, world_size: int, length: int, is_split: bool) -> None:
     """In the first step, in a later one, and after the last exchange of the others."""

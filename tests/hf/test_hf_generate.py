@@ -84,7 +84,7 @@ def _greedy(
 
 
 @worlds
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", tiers_of(CONFIGS, quick=["llama", "gemma2"]))
 def test_greedy_equals_transformers(name: str, world_size: int) -> None:
     """A left-padded batch of 3, every kind of attention: equal tokens, and logits as accurate.
 

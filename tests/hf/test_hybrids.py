@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from tiers import tiers, tiers_of
+from tiers import by_world, tiers, tiers_of
 
 pytest.importorskip("transformers")
 
@@ -124,7 +125,7 @@ def _longer(ids: Tensor) -> Tensor:
     return torch.cat((ids, _prompts(1, 7)["input_ids"]), dim=1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@by_world([2], [1])
 def test_a_kept_cache_goes_on(world_size: int) -> None:
     model = make_model(HYBRIDS[NAME])
     first = model.generate(**_prompts(1), **GREEDY, return_dict_in_generate=True)
@@ -274,9 +275,13 @@ def test_states_of_an_interrupted_forward_pass_are_not_kept(max_length: int | No
         )
 
 
-@pytest.mark.parametrize("count", [1, 21])
-@pytest.mark.parametrize("max_length", [None, 64])
-@pytest.mark.parametrize("name", tiers_of(NAMES, quick=NAMES_QUICK))
+@pytest.mark.parametrize(
+    "name, max_length, count",
+    tiers_of(
+        product(NAMES, (None, 64), (1, 21)),
+        ((name, (None, 64)[i % 2], (21, 1)[i // 2 % 2]) for i, name in enumerate(NAMES_QUICK)),
+    ),
+)
 @torch.no_grad()
 def test_a_pass_that_moved_on_states_alone_is_refused(
     name: str, max_length: int | None, count: int, tmp_path: Path
@@ -330,7 +335,7 @@ def _ending_in_a_state(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", tiers_of(NAMES, quick=NAMES_QUICK))
+@pytest.mark.parametrize("name", tiers_of(NAMES, quick=NAMES_QUICK[::3]))
 def test_a_second_turn_where_the_last_layer_keeps_a_state(name: str) -> None:
     """The steps of one token before it have ended, though that layer moves on in place."""
     model, plain = hf.enable(_ending_in_a_state(name)), _ending_in_a_state(name)

@@ -177,7 +177,7 @@ def _refused(rank: int, world_size: int, name: str, expected: tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize(
-    "name, world_size", tiers([("llama", 1), ("llama", 2)], [("llama", 3), ("gemma2", 2)])
+    "name, world_size", tiers([("llama", 2)], [("llama", 1), ("llama", 3), ("gemma2", 2)])
 )
 def test_what_is_said_and_what_it_advises(name: str, world_size: int) -> None:
     run_ranks(_refused, world_size, name, _expected(name))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
-from tiers import by_world
+from tiers import by_world, tiers_of
 
 pytest.importorskip("transformers")
 
@@ -60,7 +60,7 @@ def _ways(rank: int, world_size: int, name: str, chunks: list[int]) -> list[Tens
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", tiers_of(CONFIGS, quick=["mistral_window", "gpt_oss", "deepseek"]))
 def test_passing_queries_or_keys(name: str) -> None:
     with torch.no_grad():
         logits = make_model(name)(_ids(37, 2)).logits

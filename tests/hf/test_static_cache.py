@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
-from tiers import by_world
+from tiers import by_world, tiers_of
 
 pytest.importorskip("transformers")
 
@@ -80,8 +80,11 @@ def generate(rank: int, world_size: int, name: str, case: str, expected: Tensor)
 @by_world([2], [1, 3])
 @pytest.mark.parametrize(
     "name,case",
-    [("llama", case) for case in CASES]
-    + [(name, "prompts split") for name in CONFIGS if name != "llama"],
+    tiers_of(
+        [("llama", case) for case in CASES]
+        + [(name, "prompts split") for name in CONFIGS if name != "llama"],
+        [*(("llama", case) for case in CASES), ("gemma2", "prompts split")],
+    ),
 )
 def test_tokens_are_those_of_transformers(name: str, case: str, world_size: int) -> None:
     run_ranks(generate, world_size, name, case, expected_tokens(name, case))

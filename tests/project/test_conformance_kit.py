@@ -120,6 +120,7 @@ def test_the_summary_begins_with_what_is_wrong(installed):
     assert "FAILED engine:nothing::ordinary parts - return (o, lse)" in summary
 
 
+@pytest.mark.deep
 def test_the_second_of_two_plug_ins_steps_aside(installed):
     """A copy stands for tree_attention's own, which `-p` loads before that of the wheel."""
     copy = installed / "reference_conformance"
@@ -128,6 +129,7 @@ def test_the_second_of_two_plug_ins_steps_aside(installed):
     assert result.returncode == 0 and "9 passed" in result.stdout, result.stderr
 
 
+@pytest.mark.deep
 def test_own_tests_run_beside_the_cases_where_they_are_named(installed):
     beside = run_pytest(installed, "test_engine.py", "--merge", "engine:merge")
     assert "10 passed" in beside.stdout

@@ -195,6 +195,7 @@ def not_built(tmp_path):
     return tmp_path
 
 
+@pytest.mark.deep
 def test_what_needs_no_extension_runs_where_none_is_built(not_built):
     program = """
 import torch, tree_attention

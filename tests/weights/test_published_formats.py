@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distributed import run_ranks
+from tiers import tiers_of
 
 pytest.importorskip("transformers")
 
@@ -180,7 +181,7 @@ def _generate(rank: int, world_size: int, path: Path, name: str) -> list[Tensor]
     ]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", tiers_of(PUBLISHED, quick=["DeepSeek-V3", "GPT-OSS"]))
 def test_split_weights_equal_whole_ones(name: str, tmp_path: Path) -> None:
     """Read by slices on two ranks, and quantised anew, they say what one rank says."""
     PUBLISHED[name](tmp_path)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distributed import run_ranks
-from tiers import tiers
+from tiers import tiers, tiers_of
 
 pytest.importorskip("transformers")
 
@@ -45,8 +45,12 @@ def check_product(
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "scheme, dtype",
+    tiers_of(
+        itertools.product(SCHEMES, DTYPES), [("int8", torch.float32), ("int4", torch.bfloat16)]
+    ),
+)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_parts_are_those_of_the_whole(scheme: str, dtype: torch.dtype, data: Any) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tiers import by_world
+
 pytest.importorskip("transformers")
 
 import transformers
@@ -27,7 +29,7 @@ def _model(name: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@by_world([4], [2])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_rank_keeps_its_share(name: str, world_size: int) -> None:
     """At most 3 % of the whole beside it, where the heads are split too."""
