@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tree_attention import _network
+from tree_attention import _memory, _network
 from tree_attention.__main__ import main
 from tree_attention.cli import doctor
 
@@ -259,6 +259,12 @@ def test_limits_that_are_low(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     memory, *_, shared = doctor.of_memory(file, str(tmp_path / "none"))
     assert str(memory) == "warning  memory: 0.0 of 0.0 GiB are free; end other programs"
     assert shared.advice == "mount a tmpfs there" and shared.result == "warning"
+    monkeypatch.setattr(_memory, "left_in_groups", lambda: [3 << 30, 1 << 29])
+    _, ample, few, *_ = map(str, doctor.of_memory(file))
+    assert ample == (
+        "ok       limit of memory: 3.0 GiB are left by a control group, as of a container"
+    )
+    assert few.startswith("warning  limit of memory: 0.5 GiB are left by") and "--memory" in few
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,27 @@ buffers when another finds that there is no room, a process that the system ends
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
-from hf_caches import append
+from hf_caches import append, check_holds
 from hf_models import CONFIGS
-from tree_attention import hf
-from tree_attention.hf.cache import memory
+from tree_attention import BlockCyclic, ContiguousThenCyclic, ExchangeError, _memory, hf
+from tree_attention.hf.cache import growing, memory
+from tree_attention.hf.cache.shard import Shard
 
 # Under a limit on what the process may map, which this test must not have itself.
 PROGRAM = """
@@ -111,11 +117,11 @@ def test_memory_limits_of_a_container_count(tmp_path: Path) -> None:
         if most is not None:
             (group / "memory.max").write_text(f"{most}\n")
             (group / "memory.current").write_text(f"{used}\n")
-            (group / "memory.stat").write_text("anon 5000\ninactive_file 1500\n")
-    assert memory._left_in_groups("4:memory:/x\n0::/pod/own\n", tmp_path) == [3500]
+            (group / "memory.stat").write_text("anon 5000\ninactive_file 1500\nactive_file 300\n")
+    assert _memory._left_in_groups("4:memory:/x\n0::/pod/own\n", tmp_path) == [3800]
     (tmp_path / "pod/own/memory.max").write_text("100\n")
     (tmp_path / "pod/own/memory.current").write_text("7000\n")
-    assert memory._left_in_groups("0::/pod/own\n", tmp_path) == [0, 3500]
+    assert _memory._left_in_groups("0::/pod/own\n", tmp_path) == [0, 3800]
 
 
 def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +148,52 @@ def test_a_load_looks_for_all_layers_first(tmp_path: Path, monkeypatch: pytest.M
         hf.TreeCache.load(tmp_path, config)
     monkeypatch.setattr(memory, "free_bytes", lambda device: cache.num_bytes)
     assert hf.TreeCache.load(tmp_path, config).num_bytes == cache.num_bytes
+
+
+def _reshard(rank: int, world_size: int, kv_dtype: str | None, growth: int) -> tuple[int, int]:
+    """All tokens from rank 0 to all ranks: the bytes that this is counted as, and the peak of what
+    is allocated then."""
+    config, length = CONFIGS["llama"], 3000
+    first, even = ContiguousThenCyclic((0,) + (length,) * world_size, 4), BlockCyclic(world_size, 4)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        cache = hf.TreeCache(config, layout=first, growth=growth, kv_dtype=kv_dtype)
+        append(cache, length)
+        new = cache.shard.with_layout(even)
+        counted = growing._bytes_to_move(cache.kv_layers, new, length)
+        with (
+            mock.patch.object(memory, "_LEAST_COMPARED", 1),
+            mock.patch.object(memory, "free_bytes", lambda device: counted - (rank == 1)),
+            mock.patch.object(Shard, "exchange", side_effect=AssertionError("it was sent")),
+            pytest.raises(ExchangeError if rank != 1 else torch.OutOfMemoryError) as caught,
+        ):
+            cache.reshard(even)
+        check_holds(cache, length, first)
+        with (
+            mock.patch.object(memory, "_LEAST_COMPARED", 1),
+            mock.patch.object(growing, "too_few", lambda device, needed: None),
+            record_function("moved"),
+        ):
+            cache.reshard(even)
+    check_holds(cache, length, even)
+    each = sum(layer.need(1, 1, 1).num_bytes for layer in cache.kv_layers)
+    says = (
+        rf"TreeCache.reshard: BlockCyclic\(world_size={world_size}, block=4\) gives this rank 1,500"
+        rf" of 3,000 tokens, for which it needs \S+ KiB of cpu .* \({each} bytes each in 2 layers,"
+        r" one of which is copied at a time, 2 sequences\), and \S+ KiB are free; take a layout"
+    )
+    assert re.search(says, str(caught.value)), str(caught.value)
+    events = found.profiler.kineto_results.events()
+    begin = next(event.start_ns() for event in events if event.name() == "moved")
+    changes = [(x.start_ns(), x.nbytes()) for x in events if x.name() == "[memory]"]
+    held = sum(change for at, change in changes if at < begin)
+    later = (change for at, change in sorted(changes) if at >= begin)
+    return counted, max(itertools.accumulate(later, initial=held)) - held
+
+
+@pytest.mark.parametrize(("kv_dtype", "growth"), [(None, 64), ("int8", 8)])
+def test_tokens_that_move_find_room_before_any_is_sent(kv_dtype: str | None, growth: int) -> None:
+    for counted, allocated in run_ranks(_reshard, 2, kv_dtype, growth):
+        assert 0.8 * allocated < counted <= allocated, (counted, allocated)
 
 
 def test_a_cache_prints_what_it_holds() -> None:

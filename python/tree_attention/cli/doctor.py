@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .. import _loader
+from .. import _loader, _memory
 from .._network import address_towards, device_of
 from .usage import UsageError, argument_parser, plain_console, printable, program
 
@@ -155,6 +155,11 @@ def of_memory(meminfo: Path = Path("/proc/meminfo"), shared: str = "/dev/shm") -
         few = free < _LEAST_MEMORY
         detail = f"{free / 2**30:.1f} of {whole / 2**30:.1f} GiB are free"
         yield Finding(_WARNING if few else _OK, "memory", detail, "end other programs" * few)
+    for left in _memory.left_in_groups():
+        few = left < _LEAST_MEMORY
+        detail = f"{left / 2**30:.1f} GiB are left by a control group, as of a container"
+        more = "raise it: docker run --memory, or MemoryMax= of systemd"
+        yield Finding(_WARNING if few else _OK, "limit of memory", detail, more * few)
     for name, limit in (("-v", resource.RLIMIT_AS), ("-d", resource.RLIMIT_DATA)):
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY:

@@ -20,7 +20,15 @@ from ..shares import GivenShares, is_auto
 from ..weights.checkpoint.files import Source
 from ..weights.digests import digest_parameters
 from ..weights.experts import choose_experts
-from ..weights.load import DIGEST, check_weights, device_of, dtype_of, load, read_config
+from ..weights.load import (
+    DIGEST,
+    Loading,
+    check_weights,
+    device_of,
+    dtype_of,
+    prepare,
+    read_config,
+)
 from ..weights.mesh import Mesh
 from ..weights.plan import WeightPlan, plan
 from ..weights.split import attach, split
@@ -57,7 +65,8 @@ def from_pretrained(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
         enable(parallelize(model, group=group, tensor_parallel_size=...), **enable_options)
 
-    Collective. Each rank reads its parts alone: it needs memory for these and one more tensor.
+    Collective. Each rank reads its parts alone: it needs memory for these and one more tensor, and
+    all ranks raise before they allocate any where one certainly has too little.
     Weights that are published in blocks of FP8 or in MXFP4 become numbers of `dtype`. Of a
     checkpoint of text and images the text is read alone.
 
@@ -88,6 +97,7 @@ def from_pretrained(
             the one with its meaning; the model cannot be enabled or split; or a file is damaged,
             lacks weights or contradicts config.json.
         OSError: the directory or a file is missing.
+        torch.OutOfMemoryError: the weights of a rank, or of the ranks of one host, do not fit.
         ExchangeError: another rank raised one of these, was lost, or has another checkpoint, dtype
             or weights.
 
@@ -119,7 +129,7 @@ def from_pretrained(
         place, context = device_of(device), enable_options.get("max_length")
         _measure(mesh, shape, place, timeout, context)
 
-    def load_parts() -> tuple[Signature, PreTrainedModel]:
+    def examine() -> tuple[Signature, Loading]:
         if attn_implementation != "tree_attention":
             raise ValueError(
                 "from_pretrained: attn_implementation must be 'tree_attention', got "
@@ -135,10 +145,16 @@ def from_pretrained(
             check_enable(model, mesh, **enable_options)
 
         with torch.device("cpu"):  # whatever the caller's default is
-            signature, model = load(source, mesh, number_type, place, weights, check)
-        return (*signature, ("weights", weights), ("dtype", str(model.dtype))), model
+            found = prepare(source, mesh, number_type, place, weights, check)
+        return found.signature, found
 
-    model, _ = on_every_rank("from_pretrained", mesh.calls, timeout, load_parts)
+    def load() -> tuple[tuple[()], PreTrainedModel]:
+        with torch.device("cpu"):
+            return (), loading.load()
+
+    loading, notes = on_every_rank("from_pretrained", mesh.calls, timeout, examine, Loading.note)
+    loading.check_room(notes)
+    model, _ = on_every_rank("from_pretrained", mesh.calls, timeout, load)
     return enable(model, **enable_options)
 
 

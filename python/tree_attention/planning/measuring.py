@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from .._memory import shared_bytes
 from ..exchange import Communicator, MeasuredHost, measured_costs, on_every_rank
 from ..ops import lean_decode
 from .machines import SUSTAINED, Link, Machine, fitted_link, link_of_times
@@ -176,9 +177,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
 def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as lines:
-            found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        return 1024.0 * found[0]
-    except (OSError, IndexError):  # no Linux: what is in use is not known
+    free = shared_bytes(with_swap=False)
+    if free is None:  # what is in use is not known
         return float(os.sysconf("SC_PAGE_SIZE")) * os.sysconf("SC_PHYS_PAGES")
+    return float(free)

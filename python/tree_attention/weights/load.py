@@ -4,6 +4,7 @@
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers import (
 
 from .._json import read_json_object
 from .._numbers import shown
-from ..exchange import Signature
+from ..exchange import Note, Signature
 from .checkpoint.files import Source, check_config_file, find_file, others
 from .checkpoint.reading import Checkpoint
 from .digests import digest_tensors
@@ -30,6 +31,7 @@ from .mesh import Mesh
 from .parts import Lazy, part_of
 from .plan import WeightPlan, plan
 from .quantised import SCHEMES, Matrix, quantise_linear
+from .room import check_room, note_of_room
 from .split import attach, set_tensor, split
 from .text import dropped_names, has_whole_class, model_of_text, text_config, text_of
 from .whole import check_model
@@ -78,16 +80,53 @@ def check_weights(weights: str | None, device: torch.device) -> None:
         )
 
 
-def load(
+@dataclass(frozen=True)
+class Loading:
+    """A model on the meta device, cut into this rank's parts, and what will fill it."""
+
+    model: Any  # a PreTrainedModel
+    mesh: Mesh
+    made: WeightPlan
+    tensors: Mapping[str, Lazy]
+    digest: str
+    device: torch.device
+    weights: str | None
+
+    @property
+    def signature(self) -> Signature:
+        """The fields by which ranks compare what they load."""
+        kind = ("weights", self.weights), ("dtype", str(self.model.dtype))
+        return ((DIGEST, self.digest), *kind)
+
+    def note(self) -> Note:
+        """What `check_room` of any rank goes by."""
+        return note_of_room(self.model, self.made, self.weights, self.device)
+
+    def check_room(self, notes: list[Note]) -> None:
+        """Raises torch.OutOfMemoryError on every rank where one certainly has no room."""
+        check_room(self.mesh, notes, self.model, self.weights, self.device)
+
+    def load(self) -> PreTrainedModel:
+        """The model with this rank's weights."""
+        is_first, is_split = self.mesh.rank == 0, self.mesh.world_size > 1
+        _fill(self.model, self.tensors, self.made, self.weights, self.device, show=is_first)
+        choose_experts(self.model)
+        model: PreTrainedModel = self.model.to(self.device).eval()
+        made = self.made if is_split else None
+        attach(model, self.mesh, made, self.digest, is_quantised=self.weights is not None)
+        return model
+
+
+def prepare(
     source: Source,
     mesh: Mesh,
     dtype: torch.dtype | None,
     device: torch.device,
     weights: str | None,
     check: Callable[[PreTrainedModel], object],
-) -> tuple[Signature, PreTrainedModel]:
-    """The signature of the whole weights of a checkpoint, and the model with this rank's parts;
-    `check` is called with the whole model on the meta device, before weights are read."""
+) -> Loading:
+    """What loads this rank's parts of a checkpoint; `check` is called with the whole model on the
+    meta device. No weights are read yet, and no memory is taken."""
     config, checkpoint = read_config(source)
     with torch.device("meta"):
         model: Any = model_of_text(
@@ -117,16 +156,12 @@ def load(
         split(model, mesh, made)
     else:
         made.cuts.clear()
-    _fill(model, tensors, made, weights, device, show=mesh.rank == 0)
-    choose_experts(model)
     file = find_file(source, "generation_config.json")
     if file is not None:
         # transformers says of a damaged one that there is none.
         read_json_object(file, "from_pretrained: the defaults of generation in")
         model.generation_config = GenerationConfig.from_pretrained(source.path, **source.of_hub)
-    model = model.to(device).eval()
-    attach(model, mesh, made if is_split else None, digest, is_quantised=weights is not None)
-    return ((DIGEST, digest),), model
+    return Loading(model, mesh, made, tensors, digest, device, weights)
 
 
 def read_config(source: Source) -> tuple[PreTrainedConfig, Checkpoint]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The keys and values of one layer that this rank holds."""
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..._numbers import integer
+from ..._memory import in_words
+from ..._numbers import integer, shown
 from ...ops import append_kv
-from .memory import Need, is_out_of_memory
+from .memory import Need, is_out_of_memory, row_bytes, too_few
 from .operands import check_taken
 from .prefix import Prefix
 from .shard import Shard
@@ -518,6 +520,44 @@ def check_room(layers: Sequence[TreeCacheLayer], num_slots: int) -> None:
     if most > 0:
         layer, count = layers[capacities.index(most)], capacities.count(most)
         layer.need(len(layer.key_rows), most, count).check()
+
+
+def check_room_to_move(layers: Sequence[TreeCacheLayer], new: Shard, length: int) -> None:
+    """Raises torch.OutOfMemoryError where a device certainly has no room to replace the first
+    `length` slots of layers, one layer after the other, by those that `new` has of them."""
+    for device in {layer.device for layer in layers}:
+        own = [layer for layer in layers if layer.device == device]
+        needed = _bytes_to_move(own, new, length)
+        free = too_few(device, needed)
+        if free is not None:
+            token_bytes = sum(layer.need(1, 1, 1).num_bytes for layer in own)
+            batch = len(own[0].key_rows)
+            several = f", {batch} sequences" if batch > 1 else ""
+            raise torch.OutOfMemoryError(
+                f"TreeCache.reshard: {shown(new.layout)} gives this rank {new.count(length):,} of "
+                f"{length:,} tokens, for which it needs {in_words(needed)} of {device} beyond what "
+                f"it holds ({token_bytes:,} bytes each in {len(own)} layers, one of which is "
+                f"copied at a time{several}), and {in_words(free)} are free; take a layout that "
+                "gives it fewer, or save the cache and load it on more ranks"
+            )
+
+
+def _bytes_to_move(layers: Sequence[TreeCacheLayer], new: Shard, length: int) -> int:
+    """The most bytes that `TreeCache.reshard` allocates beyond those of the layers."""
+    peak = grown = 0
+    for layer in layers:
+        rows = [len(x) * row_bytes(x) for x in layer.buffers().values()]
+        sent, kept = (x.count(length) - x.count(layer.first) for x in (layer.shard, new))
+        for i, row in enumerate(rows):
+            # The slots of one buffer, and these by rank; what comes by rank, and all in order.
+            peak = max(peak, grown + sum(rows[:i]) * kept + 2 * row * (sent + kept))
+        after = copy.copy(layer)
+        after.shard = new
+        grown += sum(rows) * (kept - layer.key_rows.shape[2])
+        if (capacity := after.capacity(new.count(length))) > kept:  # then all is copied once more
+            peak = max(peak, grown + sum(rows) * capacity)
+            grown += sum(rows) * (capacity - kept)
+    return peak
 
 
 def interrupted() -> RuntimeError:

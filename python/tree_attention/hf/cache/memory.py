@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The error of a cache that finds no memory, and how much memory there is."""
+"""The error of a cache that finds no memory."""
 
 import math
-import os
-import resource
 from collections.abc import Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..._memory import free_bytes, in_words
 
 # The least that is compared with the memory that is free, which takes tens of microseconds: what is
 # smaller is left to the allocator.
@@ -31,8 +29,7 @@ class Need(NamedTuple):
     @property
     def token_bytes(self) -> int:
         """The bytes that one token of a sequence takes in all these layers."""
-        rows = (x.itemsize * x.shape[1] * math.prod(x.shape[3:]) for x in self.buffers.values())
-        return self.num_layers * sum(rows)
+        return self.num_layers * sum(map(row_bytes, self.buffers.values()))
 
     @property
     def num_bytes(self) -> int:
@@ -44,10 +41,9 @@ class Need(NamedTuple):
 
     def check(self) -> None:
         """Raises torch.OutOfMemoryError where the device certainly has no room."""
-        if self.num_bytes >= _LEAST_COMPARED:
-            free = free_bytes(self.device)
-            if free is not None and free < self.num_bytes:
-                raise self.error(free)
+        free = too_few(self.device, self.num_bytes)
+        if free is not None:
+            raise self.error(free)
 
     def error(self, free: int | None = None) -> torch.OutOfMemoryError:
         free = free_bytes(self.device) if free is None else free
@@ -81,48 +77,12 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(x in str(error) for x in says)
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """The bytes that a process can still allocate on a device, or None where nobody knows."""
-    if device.type == "cuda" and torch.cuda.is_available():
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if device.type != "cpu":
-        return None
-    found: list[int] = []
-    with suppress(OSError, ValueError, KeyError):
-        lines = dict(x.split(":") for x in Path("/proc/meminfo").read_text().splitlines())
-        found.append(sum(int(lines[x].split()[0]) << 10 for x in ("MemAvailable", "SwapFree")))
-    with suppress(OSError, ValueError, IndexError):
-        pages = Path("/proc/self/statm").read_text().split()
-        # The first limit counts the pages of all mappings, the second the pages of data and stacks.
-        for limit, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
-            most, _ = resource.getrlimit(limit)
-            if most != resource.RLIM_INFINITY:
-                found.append(max(0, most - int(used) * os.sysconf("SC_PAGE_SIZE")))
-    with suppress(OSError, ValueError, KeyError):
-        found += _left_in_groups(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))
-    return min(found, default=None)
+def row_bytes(x: Tensor) -> int:
+    """The bytes that one token of a sequence takes in a layer's buffer."""
+    return x.itemsize * x.shape[1] * math.prod(x.shape[3:])
 
 
-def _left_in_groups(memberships: str, root: Path) -> list[int]:
-    """The bytes that the memory limits of a process's control groups leave, as in a container: of
-    its group in version 2 of cgroups, and of each group that this one is in."""
-    (own,) = (line[3:] for line in memberships.splitlines() if line.startswith("0::"))
-    group, found = root / own.lstrip("/"), list[int]()
-    while group.is_relative_to(root):
-        limit = group / "memory.max"  # which the root of the system has not
-        if limit.exists() and (most := limit.read_text().strip()) != "max":
-            pages = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
-            # Pages of files that were not used lately are given up for others.
-            used = int((group / "memory.current").read_text()) - int(pages["inactive_file"])
-            found.append(max(0, int(most) - used))
-        group = group.parent
-    return found
-
-
-def in_words(num_bytes: float) -> str:
-    """A size in the largest unit that it reaches."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
-        if round(num_bytes / unit, 1) >= 1:
-            return f"{num_bytes / unit:,.1f} {name}"
-    return f"{num_bytes / 1024:,.1f} KiB"
+def too_few(device: torch.device, num_bytes: int) -> int | None:
+    """The bytes that are free on a device, where they certainly are fewer than these."""
+    free = free_bytes(device) if num_bytes >= _LEAST_COMPARED else None
+    return free if free is not None and free < num_bytes else None

@@ -12,14 +12,14 @@ from torch.distributed import ProcessGroup
 from transformers.configuration_utils import PreTrainedConfig
 from typing_extensions import Unpack
 
+from ..._memory import in_words
 from ..._numbers import integer, shown
 from ...exchange import Communicator, Signature, on_every_rank
 from ...sharding import ShardLayout
 from ...weights.text import text_config
 from ..options import KV_DTYPES, CacheOptions, blocks_of, takes_cache_options, with_defaults
 from .build import keeps_state, new_layers
-from .growing import TreeCacheLayer, cropped_length, interrupted
-from .memory import in_words
+from .growing import TreeCacheLayer, check_room_to_move, cropped_length, interrupted
 from .shard import Moves, Shard
 from .share import rows_behind
 from .snapshot import files as snapshot
@@ -380,14 +380,17 @@ class TreeCache(StateCache):
     def reshard(self, layout: ShardLayout) -> None:
         """Moves the slots to the ranks that `layout` gives them, inside the group and in place.
 
-        Collective. Needs memory for three copies of one layer. An enabled model is told by
-        `enable(model, layout=layout)`. A lost rank makes the cache unusable: save it first where
-        that matters. For another world size, `save` and `load`.
+        Collective. Needs memory for three copies of one layer, and for the tokens that this rank
+        gets more of. An enabled model is told by `enable(model, layout=layout)`. A lost rank makes
+        the cache unusable: save it first where that matters. For another world size, `save` and
+        `load`.
 
         Raises:
             ValueError: `layout` is for another world size, or has no rank for a slot in use; or the
                 cache has far keys.
-            ExchangeError: the ranks differ, and nothing was moved; or a rank was lost.
+            torch.OutOfMemoryError: this rank certainly has no room, and nothing was moved.
+            ExchangeError: one of that happened on another rank, or the ranks differ, and nothing
+                was moved; or a rank was lost.
         """
         old = self.shard
 
@@ -395,8 +398,13 @@ class TreeCache(StateCache):
             length = self.common_length("reshard")
             new = old.with_layout(layout)
             new.check_holds(self.max_length or length)
-            signature = ("layout of the cache", old.layout), ("layout", layout)
-            return (*self.signature("reshard"), *signature), (new, length)
+            layouts = ("layout of the cache", old.layout), ("layout", layout)
+            signature = *self.signature("reshard"), *layouts
+            if old.world_size > 1:
+                layers = [layer for layer in self.kv_layers if layer.is_initialized]
+                layers.sort(key=lambda layer: layer.first)  # as they are moved below
+                check_room_to_move(layers, new, length)
+            return signature, (new, length)
 
         (new, length), _ = on_every_rank("TreeCache.reshard", old.comm, old.timeout, check)
         self.shard = new
