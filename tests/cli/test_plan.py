@@ -237,9 +237,63 @@ def test_machines_are_given_in_one_way(
     assert ended.value.code == 2 and "--hosts" in capsys.readouterr().err
 
 
+FAR = (*UNEQUAL, "--ranks", "1", "--far", "cpu", "--near-tokens", "8k")
+
+
+def test_far_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the arithmetic of tests/planning/test_plans.py."""
+    assert main([*FAR, "--machine", "rtx4090"]) == 0
+    output = capsys.readouterr().out
+    assert "Far keys: of all but the newest 8,192 tokens, on a host for each rank: 512 GB" in output
+    assert "bus 24 GB/s and 20 us per layer" in output
+    first, others = (
+        next([x.strip() for x in row if x.strip()] for row in rows(output, form))
+        for form in ("cache", "data parallel")
+    )
+    assert first[1:4] == ["16.1", "1.07", "3.22"] and others[1:4] == ["16.1", "4.29", "0"]
+    sentences = " ".join(output.split())
+    assert "the host reads 3.22 GB in 10.5 ms while the GPU attends to near keys for 1.07 ms" in (
+        sentences
+    )
+    assert (
+        "791 kB cross the bus for a token in 0.673 ms, one byte for 4,075 of far keys; the GPU "
+        "waits for 10.1 ms." in sentences
+    )
+    assert sentences.endswith("takes at least 179 ms on a rank.")
+
+
+def test_far_keys_of_a_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = "--model", str(checkpoint), "--machine", "h200"
+    assert main([*FAR, *arguments]) == 0
+    assert "Far keys, with cache split: for a token the host reads" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--machine", "cpu"], "--far cpu is for equal GPUs with a host each: give one --machine "),
+        (
+            ["--machine", "h100", "--machine", "h100"],
+            "--far cpu is for equal GPUs with a host each",
+        ),
+        (["--hosts", "costs.json"], "--far cpu is for equal GPUs with a host each: give one --mac"),
+        (["--machine", "h100", "--near-tokens", "0"], "--near-tokens must be a whole number of to"),
+        (["--machine", "h100", "--near-tokens", "x"], "--near-tokens must be a whole number of to"),
+    ],
+)
+def test_mistakes_with_far_keys(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*FAR, *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.err.startswith(f"plan: {sentence}") and output.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--far", "cpu"], "--far cpu needs --near-tokens, the number of newest tokens whose keys"),
+        (["--near-tokens", "8k"], "--near-tokens is for --far cpu: give both, or neither"),
         (["--ranks", "0"], "--ranks must be 1 to 16,384, got 0"),
         (["--ranks", "20000"], "--ranks must be 1 to 16,384, got 20,000"),
         (["--sequences", "-1"], "--sequences must be 1 to 16,384, got -1"),

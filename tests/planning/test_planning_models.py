@@ -295,6 +295,28 @@ def test_refusals_are_those_of_the_library() -> None:
     assert known > 10
 
 
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("DeepSeek-V3", "far='cpu' is not supported with latents"),
+        ("MiniMax-M3", "far='cpu' is not supported with an index that chooses keys"),
+        ("GPT-OSS", None),
+        ("Granite 4", None),
+    ],
+)
+def test_far_keys_are_refused_as_the_library_does(name: str, says: str | None) -> None:
+    config = make_model(KINDS[name]).config
+    if says is None:
+        model = from_config("tiny", config, near_tokens=6)
+        assert model.near_tokens == 6 and model.prompts_not_split
+        assert replace(from_config("tiny", config), near_tokens=6) == replace(
+            model, prompts_not_split=from_config("tiny", config).prompts_not_split
+        )
+    else:
+        with pytest.raises(ValueError, match=f"tiny cannot be planned: TreeCache: {says}"):
+            from_config("tiny", config, near_tokens=6)
+
+
 def test_experts_without_a_number_of_choices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tree_attention.hf.shape._CHOSEN", ("nothing",))
     with pytest.raises(ValueError, match=r"of nothing its config\.json has none"):

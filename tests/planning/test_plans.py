@@ -171,3 +171,74 @@ def test_rounds_of_sums_that_have_two_phases(sequences: int, phases: int) -> Non
     hosts = Hosts(MACHINES["h100"], Link(math.inf, 1.0, ""))
     split = Split(NAMED["llama-3.1-70b"], SPLIT, 2, Work(0, sequences=sequences))
     assert split.token_seconds(hosts).exchange == 80 + phases * 161 + 1
+
+
+FAR = Plan(MODEL.with_far_keys(16 << 10), H200, 1, Work(272 << 10))
+
+
+def test_a_token_with_far_keys_takes_the_longer_part() -> None:
+    """By hand: 32 layers of 4,096 bytes a token, near ones at 4.8 TB/s, far ones at 307 GB/s."""
+    split, without = FAR.split(WHOLE), FAR.split(DATA)
+    near, far = (tokens * 32 * 4096 for tokens in (16 << 10, 256 << 10))
+    assert (split.cache_bytes, split.host_bytes) == (near, far)
+    assert (without.cache_bytes, without.host_bytes) == (near + far, 0)
+    step = split.far_step(H200.machine)
+    sent = 32 * (32 * 128 * 2 + 32 * 129 * 4)
+    assert step.bus_bytes == sent <= far / 1000
+    assert step.near == pytest.approx(near / 4.8e12) and step.far == pytest.approx(far / 307e9)
+    assert step.bus == pytest.approx(32 * 20e-6 + sent / 48e9)
+    assert step.merge == pytest.approx(3 * 32 * 32 * 129 * 4 / 4.8e12)
+    weights = without.token_seconds(H200).total - (near + far) / 4.8e12
+    total = weights + step.far + step.bus + step.merge
+    assert split.token_seconds(H200).total == pytest.approx(total)
+    # Where the GPU has the longer part, it waits for nothing.
+    most = replace(FAR, model=MODEL.with_far_keys(270 << 10)).split(WHOLE)
+    step = most.far_step(H200.machine)
+    assert 0 < step.far + step.bus < step.near and step.waiting == 0
+    total = weights + most.cache_bytes / 4.8e12 + step.merge
+    assert most.token_seconds(H200).total == pytest.approx(total)
+
+
+def test_far_keys_of_several_ranks_and_sequences() -> None:
+    plan = replace(FAR, ranks=4, work=replace(FAR.work, sequences=3))
+    for form in (WHOLE, SPLIT, SPLIT_BY_HEADS):
+        split = plan.split(form)
+        assert split.host_bytes == 3 * FAR.split(WHOLE).host_bytes / 4
+        heads = 32 // split.tensor_parallel_size
+        sent = 3 * 32 * (heads * 128 * 2 + heads * 129 * 4)
+        assert split.far_step(H200.machine).bus_bytes == sent
+    assert plan.split(TENSOR).host_bytes == plan.split(DATA).host_bytes == 0
+    assert plan.refusal(PROMPTS) == "refused"
+    assert plan.verdicts()[0] == "Refused: with far keys every rank reads the whole prompt."
+
+
+def test_layers_with_a_window_have_no_far_keys() -> None:
+    (layers,) = MODEL.attention
+    windows = replace(layers, layers=16, window=1024), replace(layers, layers=16)
+    split = replace(FAR, model=replace(FAR.model, attention=windows)).split(WHOLE)
+    assert split.host_bytes == 16 * 4096 * (256 << 10)
+    assert split.cache_bytes == 16 * 4096 * (1024 + (16 << 10))
+    assert split.far_step(H200.machine).near == pytest.approx(16 * 4096 * (16 << 10) / 4.8e12)
+
+
+def test_far_keys_come_to_the_gpu_for_each_chunk_of_a_prompt() -> None:
+    split, without = FAR.split(WHOLE), FAR.split(DATA)
+    read = sum(range(0, 256 << 10, 2048)) * 32 * 4096
+    seconds = split.prefill_seconds(H200).total - without.prefill_seconds(H200).total
+    assert seconds == pytest.approx(read / 48e9)
+
+
+def test_far_keys_need_room_on_both() -> None:
+    longest = FAR.longest(WHOLE)
+    for more, fits in ((0, True), (1, False)):
+        split = FAR.split(WHOLE, longest + more)
+        assert (split.host_bytes <= 512e9) == fits and split.held_bytes < H200.machine.memory
+    assert replace(FAR, work=Work(longest + 1)).refusal(WHOLE) == "no room"
+    near = replace(FAR, model=MODEL.with_far_keys(1 << 20), work=Work(1 << 20))
+    assert near.split(WHOLE).host_bytes == 0 and near.refusal(WHOLE) == "no room"
+    assert near.verdicts() == [
+        "No form has room for the keys, near ones on the GPU and far ones on its host."
+    ]
+    short = replace(FAR, work=Work(16 << 10))
+    assert short.verdicts() == ["No key is far: the context is not longer than the near tokens."]
+    assert short.split(WHOLE).token_seconds(H200) == short.split(DATA).token_seconds(H200)

@@ -27,6 +27,7 @@ from test_figures import (
     value,
 )
 from tree_attention.planning.arithmetic import (
+    DATA,
     PROMPTS,
     SPLIT,
     SPLIT_BY_HEADS,
@@ -342,6 +343,18 @@ def example(pattern: str, index: int = 0) -> Callable[[], float]:
     return found
 
 
+def with_far_keys() -> tuple[float, float, float, float]:
+    """Of the example with far keys in docs/planning.md: ms of a token, the least of an offloaded
+    cache, seconds of the prompt, and of its copies."""
+    hosts = Hosts(MACHINES["h100"], LINKS["nvlink"])
+    plan = Plan(LLAMA_8B.with_far_keys(64 << 10), hosts, 1, Work(1 << 20))
+    split, whole = plan.split(WHOLE), plan.split(DATA)
+    token, prompt = split.token_seconds(hosts).total, split.prefill_seconds(hosts).total
+    offloaded = whole.cache_bytes / hosts.machine.bus
+    copies = prompt - whole.prefill_seconds(hosts).total
+    return 1e3 * token, 1e3 * offloaded, prompt, copies
+
+
 LARGEST = r"cache and weights, largest T \* "
 BANDWIDTH = r"read bandwidth: ([\d.]+) to ([\d.]+) GB/s"
 
@@ -442,6 +455,10 @@ VALUES: dict[str, Callable[[], float]] = {
     **{
         f"example.{name}": example(LARGEST, i)
         for i, name in enumerate(("weights", "cache", "longest", "token", "exchange", "prompt"))
+    },
+    **{
+        f"far.{name}": lambda i=i: with_far_keys()[i]
+        for i, name in enumerate(("token", "offloaded", "prefill", "copies"))
     },
     "example.shares": example(r"cache and weights, T = 1 \*  +4, 1"),
     "example.alone": example("The fastest alone, rank 0 .new., takes"),

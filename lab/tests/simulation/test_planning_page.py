@@ -34,7 +34,7 @@ def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_print_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```(?:sh)?\n(.*?)```", PAGE, re.DOTALL)
     shown = [x for x in itertools.pairwise(blocks) if x[0].startswith("python -m")]
-    assert len(shown) == 2
+    assert len(shown) == 3
     for command, output in shown:
         assert main(shlex.split(command)[3:]) == 0
         found = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
@@ -48,7 +48,7 @@ def test_command_lines_are_understood(line: str) -> None:
 
 
 def test_both_pages_have_a_command() -> None:
-    assert len(LINES) == 3
+    assert len(LINES) == 4
 
 
 def test_predictions_beside_measured_runs() -> None:

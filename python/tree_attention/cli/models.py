@@ -9,10 +9,11 @@ from .._loader import why_no_transformers
 from ..planning.models import NAMED, Model
 
 
-def find_model(name: str) -> Model:
-    """Return the named shape, or the shape of a directory with config.json."""
+def find_model(name: str, near_tokens: int | None = None) -> Model:
+    """Return the named shape, or the shape of a directory with config.json; with `near_tokens` the
+    keys of older tokens are on the host."""
     if name in NAMED:
-        return NAMED[name]
+        return _with_far_keys(NAMED[name], near_tokens)
     path = Path(name)
     if not (path / "config.json").is_file():
         shape = name.rsplit("/", 1)[-1].lower()  # of what the hub calls OWNER/NAME
@@ -36,16 +37,22 @@ def find_model(name: str) -> Model:
     except Exception as error:  # the classes of transformers' checks are of many kinds
         raise ValueError(f"{name}/config.json cannot be read: {one_line(error)}") from error
     stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    return from_config(path.resolve().name, config, stored)
+    return from_config(path.resolve().name, config, stored, near_tokens)
 
 
-def from_config(name: str, config: Any, stored: int = 0) -> Model:
+def from_config(name: str, config: Any, stored: int = 0, near_tokens: int | None = None) -> Model:
     """Return the shape of a configuration's model, which must be one that `hf.enable` takes;
     without `stored` bytes, weights are bf16."""
     from .. import hf
     from ..hf.shape import shape_of
 
+    options: Any = {} if near_tokens is None else {"far": "cpu", "near_tokens": near_tokens}
     try:
-        return shape_of(name, config, stored, lambda model: hf.disable(hf.enable(model)))
+        model = shape_of(name, config, stored, lambda x: hf.disable(hf.enable(x, **options)))
     except ValueError as error:
         raise ValueError(f"{name} cannot be planned: {error}") from error
+    return _with_far_keys(model, near_tokens)
+
+
+def _with_far_keys(model: Model, near_tokens: int | None) -> Model:
+    return model if near_tokens is None else model.with_far_keys(near_tokens)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +16,8 @@ from rich.text import Text
 from .._numbers import in_digits
 from ..planning.arithmetic import ALL_FORMS, MAX_CONTEXT, MAX_RANKS, Plan, Work
 from ..planning.machines import (
+    BUS_SECONDS,
+    HOST,
     LINKS,
     MACHINES,
     SUSTAINED,
@@ -29,10 +30,11 @@ from ..planning.machines import (
 from ..planning.models import KV_DTYPES, NAMED, WEIGHT_DTYPES, Model
 from ..planning.unequal_plan import UnequalPlan
 from ..shares import AUTO, Shares, as_shares
+from .far import add_far_options, check_far_options
 from .models import find_model
 from .plan_hosts import show_hosts
 from .shares import given_shares
-from .usage import UsageError, argument_parser, plain_console, printable
+from .usage import UsageError, argument_parser, plain_console, printable, tokens_of
 
 if TYPE_CHECKING:
     from ..exchange import CostTable
@@ -41,7 +43,7 @@ HEADINGS = (
     *("what is split (*: fastest token)", "weights GB", "cache GB", "longest context"),
     *("ms per token", "in exchange", "prefill s", "in exchange"),
 )
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+OF_FAR_KEYS = (*HEADINGS[:3], "on host GB", *HEADINGS[3:])
 
 
 def main(arguments: list[str]) -> int:
@@ -53,6 +55,8 @@ def main(arguments: list[str]) -> int:
         "plan --model DIR --context 128k --ranks 2 --machine cpu --calibration costs.json",
         "plan --model DIR --context 128k --hosts costs.json",
         "plan --model llama-3.1-8b --context 32k --ranks 4 --machine cpu --sequences 16",
+        "plan --model llama-3.1-8b --context 1M --ranks 1 --machine h100 --far cpu "
+        "--near-tokens 64k",
     )
     parser.add_argument(
         "--model",
@@ -121,6 +125,7 @@ def main(arguments: list[str]) -> int:
         choices=WEIGHT_DTYPES,
         help="Dtype of the weights of linear layers and experts (default: as they are stored).",
     )
+    add_far_options(parser)
     parser.add_argument(
         "--sequences",
         type=int,
@@ -129,6 +134,7 @@ def main(arguments: list[str]) -> int:
         help="Number of sequences that decode at the same time, over all ranks (default: 1).",
     )
     parsed = parser.parse_args(arguments)
+    check_far(parsed)
     if parsed.hosts is None and len(parsed.machine) == 1:
         show(plan_of(parsed))
     else:
@@ -136,6 +142,18 @@ def main(arguments: list[str]) -> int:
         of_model = sources_of_model(plan.model, plan.work, len(plan.machines))
         show_hosts(plan, of_model, source_of_link(plan.link))
     return 0
+
+
+def check_far(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for far keys of machines that have none."""
+    check_far_options(arguments)
+    machines = [MACHINES[name] for name in arguments.machine or ()]
+    if arguments.far and (len(machines) != 1 or not machines[0].bus):
+        names = ", ".join(name for name, machine in MACHINES.items() if machine.bus)
+        raise UsageError(
+            f"--far cpu is for equal GPUs with a host each: give one --machine of {names}, or "
+            "leave --far out"
+        )
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
@@ -192,7 +210,7 @@ def what_is_planned(arguments: argparse.Namespace) -> tuple[Model, Work]:
         if count is not None and not 1 <= count <= MAX_RANKS:
             raise UsageError(f"{option} must be 1 to {MAX_RANKS:,}, got {count:,}")
     try:
-        model = find_model(arguments.model)
+        model = find_model(arguments.model, arguments.near_tokens)
     except ValueError as error:
         raise UsageError(f"--model: {error}") from error
     model = replace(model, kv_dtype=arguments.kv_dtype)
@@ -220,22 +238,11 @@ def _measured_link(option: str, path: Path) -> tuple[CostTable, Link]:
         raise UsageError(f"{option}: {error}") from error
 
 
-def tokens_of(option: str, text: str) -> int:
-    """Return a number of tokens: 131072, 128k, 1M or 1.5M, of 1,024 and 1,048,576 tokens."""
-    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.lower())
-    tokens = float(parts[1]) * _UNITS[parts[2]] if parts else 0.0
-    if not 1 <= tokens <= MAX_CONTEXT or not tokens.is_integer():
-        raise UsageError(
-            f"{option} must be a whole number of tokens up to {MAX_CONTEXT:,}, such as 131072, "
-            f"128k or 1M, got {text!r}"
-        )
-    return int(tokens)
-
-
 def show(plan: Plan) -> None:
     console = plain_console(width=None if sys.stdout.isatty() else 120)
     table, best = Table(box=None, header_style=""), plan.best()
-    for i, heading in enumerate(HEADINGS):
+    headings = HEADINGS if plan.model.near_tokens is None else OF_FAR_KEYS
+    for i, heading in enumerate(headings):
         table.add_column(heading, justify="right" if i else "left", no_wrap=not i)
     for form in ALL_FORMS:
         name, *numbers = cells(plan, form)
@@ -256,7 +263,18 @@ def sources(plan: Plan) -> list[str]:
         f"{SUSTAINED:.0%} of {machine.arithmetic / 1e12:,.0f} TFLOP/s ({machine.name}, "
         f"{machine.source}).",
         source_of_link(plan.hosts.link),
+        *(() if plan.model.near_tokens is None else [source_of_far_keys(plan)]),
     ]
+
+
+def source_of_far_keys(plan: Plan) -> str:
+    near, bus = plan.model.near_tokens, plan.hosts.machine.bus
+    return (
+        f"Far keys: of all but the newest {near:,} tokens, on a host for each rank: "
+        f"{HOST.memory / 1e9:,.0f} GB at {HOST.memory_bandwidth / 1e9:,.0f} GB/s, bus "
+        f"{bus / 1e9:,.0f} GB/s and {1e6 * BUS_SECONDS:,.0f} us per layer ({HOST.source}; those of "
+        "the bus, too)."
+    )
 
 
 def source_of_link(link: Link) -> str:
@@ -293,11 +311,14 @@ def _count(count: int, what: str) -> str:
 def cells(plan: Plan, form: str) -> list[str]:
     """Return the row of a form: its numbers, or where it has none the reason."""
     split, refusal = plan.split(form), plan.refusal(form)
+    held = [split.weights_bytes, split.cache_bytes]
+    if plan.model.near_tokens is not None:
+        held.append(split.host_bytes)
     if split.obstacle:
-        return [form, *"---", refusal, *"---"]
+        return [form, *"-" * len(held), "-", refusal, *"---"]
     longest = plan.longest(form)
     fits = f"{longest >> 10:,}k{'+' * (longest == MAX_CONTEXT)}" if longest else "none"
-    sizes = [in_digits(size / 1e9) for size in (split.weights_bytes, split.cache_bytes)]
+    sizes = [in_digits(size / 1e9) for size in held]
     if refusal:
         return [form, *sizes, fits, refusal, *"---"]
     token, prefill = split.token_seconds(plan.hosts), split.prefill_seconds(plan.hosts)

@@ -4,6 +4,7 @@ errors of all commands are told."""
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from .._json import probe_file
+from ..planning.arithmetic import MAX_CONTEXT
 from .rank import is_launched, record_error
 
 # What ranks tell each other of Ctrl-C, inside a call (`Session.before_deadline`) and outside.
@@ -25,6 +27,7 @@ RENDEZVOUS_SECONDS = 300.0
 UNFOLDED = 10_000  # columns of a table that is not on a terminal, and that names what users named
 
 
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}  # of numbers of tokens
 A_CHECKPOINT = (
     "directory with config.json, *.safetensors and a tokenizer: `hf download NAME --local-dir DIR` "
     "makes one from the model that the Hugging Face Hub calls NAME"
@@ -55,6 +58,18 @@ def argument_parser(command: str, description: str, *examples: str) -> argparse.
         epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,  # leaves examples on their lines
     )
+
+
+def tokens_of(option: str, text: str) -> int:
+    """Return a number of tokens: 131072, 128k, 1M or 1.5M, of 1,024 and 1,048,576 tokens."""
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.lower())
+    tokens = float(parts[1]) * _UNITS[parts[2]] if parts else 0.0
+    if not 1 <= tokens <= MAX_CONTEXT or not tokens.is_integer():
+        raise UsageError(
+            f"{option} must be a whole number of tokens up to {MAX_CONTEXT:,}, such as 131072, "
+            f"128k or 1M, got {text!r}"
+        )
+    return int(tokens)
 
 
 def add_timeout(parser: argparse.ArgumentParser) -> None:

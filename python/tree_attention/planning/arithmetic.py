@@ -2,15 +2,16 @@
 """Bytes that a rank keeps and sends, and seconds that it takes, as docs/parallelism.md says.
 
 Times come from bandwidths, arithmetic at a share of its peak, and rounds of messages; of measured
-machines also from what a layer takes beyond these. Nothing overlaps and nobody waits.
+machines also from what a layer takes beyond these. Nothing overlaps and nobody waits, but for keys
+in the host's memory, to which the host attends while the GPU attends to its own.
 """
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from .._numbers import integer
-from .machines import SUSTAINED, Hosts
+from .._numbers import in_digits, integer
+from .machines import BUS_SECONDS, HOST, SUSTAINED, Hosts, Machine
 from .models import BF16, Attention, Model
 
 # Forms, by what is split. T is tensor_parallel_size: 1, or as large as the KV heads allow.
@@ -47,6 +48,23 @@ class Seconds:
     @property
     def total(self) -> float:
         return self.local + self.exchange
+
+
+@dataclass(frozen=True)
+class FarStep:
+    """What keys in the host's memory take in one new token of every sequence."""
+
+    near: float  # seconds in which the GPU attends to its keys, in layers that have far ones
+    far: float  # seconds in which the host attends to its own
+    bus: float  # seconds in which queries go to the host, and states come back
+    bus_bytes: float
+    merge: float  # seconds in which the GPU makes one state of two
+    key_bytes: float  # of near and far keys, in layers that have far ones
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which the GPU has nothing to do."""
+        return max(0.0, self.far + self.bus - self.near)
 
 
 def to_owners(num_bytes: float, parts: float) -> float:
@@ -169,14 +187,28 @@ class Split:
             return self._copied_share
         return 1 / (self._parts_of_cache * self.tensor_parallel_size)
 
+    def _far_tokens(self, layers: Attention, context: int) -> int:
+        """The number of a sequence's tokens whose keys are on the host; layers with a window, and
+        other engines, have none there."""
+        near = self.model.near_tokens
+        if near is None or layers.window is not None or self.form == TENSOR:
+            return 0
+        return max(0, context - near)
+
+    def _far_bytes(self, layers: Attention, context: int) -> float:
+        """Bytes that a rank keeps of a sequence on the host."""
+        rows = self._far_tokens(layers, context) * layers.token_bytes(self.model.kv_dtype)
+        return layers.layers * self._row_share(layers) * rows
+
     def _kept_bytes(self, layers: Attention, attended: int | None = None) -> float:
-        """Bytes that a rank keeps of a sequence's tokens: keys and values, or latents, and the keys
-        of an index. With `attended`, the bytes that a new token reads if it attends to so many."""
+        """Bytes that a rank keeps of a sequence's tokens, but for far ones: keys and values, or
+        latents, and the keys of an index. With `attended`, the bytes that a new token reads if it
+        attends to so many."""
         seen = layers.seen(self.work.context)
         rows = layers.token_bytes(self.model.kv_dtype) - layers.index_bytes
         rows *= seen if attended is None else attended
         kept = self._row_share(layers) * rows + self._copied_share * layers.index_bytes * seen
-        return layers.layers * kept
+        return layers.layers * kept - self._far_bytes(layers, self.work.context)
 
     @property
     def _states_bytes(self) -> float:
@@ -189,6 +221,12 @@ class Split:
         """Bytes that a rank keeps of all sequences, states with them."""
         kept = sum(self._kept_bytes(layers) for layers in self.model.attention)
         return self._states_bytes + self.work.sequences * kept
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes that a rank keeps of all sequences in the host's memory."""
+        context = self.work.context
+        return self.work.sequences * sum(self._far_bytes(x, context) for x in self.model.attention)
 
     @property
     def held_bytes(self) -> float:
@@ -237,9 +275,7 @@ class Split:
         active = sum(self._layer_weights) + head + experts * weights.chosen / weights.num_experts
         attention = -machine.operations_with_a_byte * keys
         for x in model.attention:
-            pairs = sequences * x.layers * x.attended(context)
-            heads = x.heads / (self._parts_of_cache * self.tensor_parallel_size)
-            attention += 2 * pairs * heads * sum(x.step)
+            attention += self._products(x, x.attended(context) - self._far_tokens(x, context))
             attention += sequences * x.layers * x.scored(context) * self._copied_share
         operations = 2 * sequences * active + max(0.0, attention)
         merges = self.form != TENSOR and self.tensor_parallel_size < self.p
@@ -250,7 +286,38 @@ class Split:
         local = (keys + 2 * self._states_bytes) / machine.memory_bandwidth
         local += read / (machine.weights_bandwidth or machine.memory_bandwidth)
         seconds = self._seconds(hosts, local, operations, rounds, self.token_bytes)
-        return replace(seconds, local=seconds.local + model.layers * machine.layer_seconds)
+        step = self.far_step(machine)
+        more = model.layers * machine.layer_seconds + step.waiting + step.merge
+        return replace(seconds, local=seconds.local + more)
+
+    def _products(self, layers: Attention, keys: int) -> float:
+        """Operations of a rank for so many keys of all ranks, in a new token of every sequence."""
+        heads = layers.heads / (self._parts_of_cache * self.tensor_parallel_size)
+        return 2 * self.work.sequences * layers.layers * keys * heads * sum(layers.step)
+
+    def far_step(self, machine: Machine) -> FarStep:
+        """The time of keys on the host, in one new token of every sequence."""
+        context, sequences = self.work.context, self.work.sequences
+        near = far = sent = states = keys = 0.0
+        layers = 0
+        for x in self.model.attention:
+            tokens = self._far_tokens(x, context)
+            if tokens == 0:
+                continue
+            for_near = self._products(x, context - tokens), sequences * self._kept_bytes(x)
+            for_far = self._products(x, tokens), sequences * self._far_bytes(x, context)
+            near += _attending(machine, *for_near)
+            far += _attending(HOST, *for_far)
+            keys += for_near[1] + for_far[1]
+            rows = sequences * x.layers / self.tensor_parallel_size
+            sent += rows * BF16 * x.heads * x.key
+            states += rows * x.state_bytes(x.value)
+            layers += x.layers
+        if layers == 0:
+            return FarStep(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        bus = BUS_SECONDS * layers + (sent + states) / machine.bus
+        merge = 3 * states / machine.memory_bandwidth
+        return FarStep(near, far, bus, sent + states, merge, keys)
 
     def _chunk_bytes(self, layers: Attention, begin: int, tokens: int) -> float:
         """Bytes that a rank sends in a layer for a chunk of a prompt after `begin` tokens."""
@@ -294,7 +361,11 @@ class Split:
         merges = 1 if self.has_split_weights else 2
         rounds = merges * self._exchanges + 2 * self._sums
         each = self._seconds(hosts, 0.0, operations, rounds * len(chunks), sent)
-        return Seconds(self.work.sequences * each.local, self.work.sequences * each.exchange)
+        local = each.local
+        if model.near_tokens is not None:  # so many queries need far keys on the GPU
+            read = sum(self._far_bytes(x, begin) for x in model.attention for begin, _ in chunks)
+            local += read / hosts.machine.bus
+        return Seconds(self.work.sequences * local, self.work.sequences * each.exchange)
 
     def _seconds(
         self, hosts: Hosts, reading: float, flop: float, rounds: int, sent: float
@@ -302,6 +373,11 @@ class Split:
         arithmetic = flop / (SUSTAINED * hosts.machine.arithmetic)
         exchange = rounds * hosts.link.round_seconds + sent / hosts.link.bandwidth
         return Seconds(max(reading, arithmetic), exchange if self.p > 1 else 0.0)
+
+
+def _attending(machine: Machine, operations: float, num_bytes: float) -> float:
+    """Seconds of attention of a new token, in a machine that does nothing else."""
+    return max(num_bytes / machine.memory_bandwidth, operations / (SUSTAINED * machine.arithmetic))
 
 
 @dataclass(frozen=True)
@@ -321,12 +397,15 @@ class Plan:
         if form != DATA:
             return Split(self.model, form, self.ranks, work)
         most = -(-work.sequences // self.ranks)
-        return Split(self.model, WHOLE, 1, replace(work, sequences=most))
+        return Split(self._without_far_keys, WHOLE, 1, replace(work, sequences=most))
 
     def refusal(self, form: str) -> str:
         """Reason why the ranks cannot take this form, in few words, or nothing."""
-        is_too_large = self.split(form).held_bytes > self.hosts.machine.memory
-        return self.split(form).obstacle or "no room" * is_too_large
+        return self.split(form).obstacle or "no room" * (not self._fits(form))
+
+    def _fits(self, form: str, context: int | None = None) -> bool:
+        split = self.split(form, context)
+        return split.held_bytes <= self.hosts.machine.memory and split.host_bytes <= HOST.memory
 
     def best(self) -> str | None:
         """The form with the least time per token; of equal ones, that with the fastest prompt."""
@@ -339,8 +418,7 @@ class Plan:
 
     def longest(self, form: str) -> int:
         """The longest context that fits into memory, at most MAX_CONTEXT; 0: none does."""
-        memory = self.hosts.machine.memory
-        fitting = bisect_right(_CONTEXTS, memory, key=lambda n: self.split(form, n).held_bytes)
+        fitting = bisect_left(_CONTEXTS, True, key=lambda n: not self._fits(form, n))
         return max(0, fitting - 1)
 
     def break_even(self, sharded: str, other: str) -> int | None:
@@ -352,15 +430,16 @@ class Plan:
     def verdicts(self) -> list[str]:
         """Return in sentences what is refused, and from which context on a sharded cache pays."""
         model, longest = self.model, self.longest(DATA)
+        refused = [f"Refused: {why}." for why in (model.not_split, model.prompts_not_split) if why]
+        if model.near_tokens is not None:
+            return [*refused * (self.ranks > 1), *self._of_far_keys()]
         if self.ranks == 1:
             return ["With one rank there is nothing to split."]
         sentences = ["Without split weights: the model does not fit on a rank."]
         if longest > 0:
             fits = f"the whole model and cache fit on one rank up to {longest:,} tokens"
             sentences = [f"Without split weights: {self._pays(DATA, WHOLE)}; {fits}."]
-        sentences += [
-            f"Refused: {why}." for why in (model.not_split, model.prompts_not_split) if why
-        ]
+        sentences += refused
         if not model.not_split and not self.split(TENSOR).obstacle:
             sentences.append(f"With split weights: {self._pays(TENSOR, SPLIT, SPLIT_BY_HEADS)}.")
         if model.not_cut:
@@ -369,6 +448,35 @@ class Plan:
             of = f"{whole / 1e9:,.3g} of {self.split(SPLIT_BY_HEADS).weights_bytes / 1e9:,.3g} GB"
             sentences.append(f"With split weights: {of} of a rank are not cut: {model.not_cut}.")
         return sentences
+
+    def _of_far_keys(self) -> list[str]:
+        """What keys in the host's memory take, in the fastest form that has some there."""
+        able = [form for form in FORMS if not self.refusal(form)]
+        form = min(able, key=self._token_seconds, default=None)
+        if form is None:
+            return ["No form has room for the keys, near ones on the GPU and far ones on its host."]
+        split, machine = self.split(form), self.hosts.machine
+        if split.host_bytes == 0:
+            return ["No key is far: the context is not longer than the near tokens."]
+        step, whole = split.far_step(machine), replace(split, model=self._without_far_keys)
+        # One that reads the next layer's keys while the GPU computes, at its best.
+        local = whole.token_seconds(self.hosts).local
+        offloaded = max(local, step.key_bytes / machine.bus)
+        return [
+            f"Far keys, with {form} split: for a token the host reads "
+            f"{in_digits(split.host_bytes / 1e9)} GB in {in_digits(1e3 * step.far)} ms while the "
+            f"GPU attends to near keys for {in_digits(1e3 * step.near)} ms.",
+            f"{in_digits(step.bus_bytes / 1e3)} kB cross the bus for a token in "
+            f"{in_digits(1e3 * step.bus)} ms, one byte for "
+            f"{split.host_bytes / step.bus_bytes:,.0f} of far keys; the GPU waits for "
+            f"{in_digits(1e3 * step.waiting)} ms.",
+            "An offloaded cache, whose keys all come to the GPU for each token, takes at least "
+            f"{in_digits(1e3 * offloaded)} ms on a rank.",
+        ]
+
+    @property
+    def _without_far_keys(self) -> Model:
+        return replace(self.model, near_tokens=None)
 
     def _pays(self, other: str, *sharded: str) -> str:
         contexts = [x for form in sharded if (x := self.break_even(form, other)) is not None]

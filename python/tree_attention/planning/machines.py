@@ -27,6 +27,7 @@ class Machine:
     layer_seconds: float = 0.0  # of a layer for a token, beyond reading weights and keys
     # Operations for each byte of keys that memory_bandwidth was measured with, so that it has them.
     operations_with_a_byte: float = 0.0
+    bus: float = 0.0  # bytes per second to the host's memory and back; 0: it computes in there
 
 
 @dataclass(frozen=True)
@@ -46,23 +47,26 @@ class Hosts:
     link: Link
 
 
+BUS_SECONDS = 20e-6  # of two small copies, to the host and back: an assumption
 SUSTAINED = 0.5  # share of the arithmetic's peak that matrix products reach: an assumption
 _CPU = "8 channels of DDR5-4800; 40 TFLOP/s of AMX and 512 GB of memory are assumptions"
+_PCIE_4, _PCIE_5 = 24e9, 48e9  # of x16, each way: 3/4 of the data sheet's, an assumption
 MACHINES = {
-    "a100": Machine("A100 SXM 80 GB", 2.039e12, 312e12, 80e9, "nvlink3", 108),
-    "h100": Machine("H100 SXM", 3.35e12, 989e12, 80e9, "nvlink", 132),
-    "h200": Machine("H200 SXM", 4.8e12, 989e12, 141e9, "nvlink", 132),
-    "mi300x": Machine("MI300X", 5.3e12, 1307e12, 192e9, "infinity-fabric", 304),
-    "rtx4090": Machine("RTX 4090", 1.0e12, 165e12, 24e9, "pcie4", 128),
+    "a100": Machine("A100 SXM 80 GB", 2.039e12, 312e12, 80e9, "nvlink3", 108, bus=_PCIE_4),
+    "h100": Machine("H100 SXM", 3.35e12, 989e12, 80e9, "nvlink", 132, bus=_PCIE_5),
+    "h200": Machine("H200 SXM", 4.8e12, 989e12, 141e9, "nvlink", 132, bus=_PCIE_5),
+    "mi300x": Machine("MI300X", 5.3e12, 1307e12, 192e9, "infinity-fabric", 304, bus=_PCIE_5),
+    "rtx4090": Machine("RTX 4090", 1.0e12, 165e12, 24e9, "pcie4", 128, bus=_PCIE_4),
     "cpu": Machine("CPU socket", 307e9, 40e12, 512e9, "10gbe", source=_CPU),
 }
+HOST = MACHINES["cpu"]  # of each GPU, where keys are far
 _NCCL = "12 us for a collective of NCCL are an assumption"
 LINKS = {
     "1gbe": Link(0.125e9, 300e-6, "1 Gb/s Ethernet; 0.3 ms for a round are an assumption"),
     "10gbe": Link(1.25e9, 150e-6, "10 Gb/s Ethernet; 0.15 ms for a round are an assumption"),
     "100gbe": Link(12.5e9, 50e-6, "100 Gb/s Ethernet; 50 us for a round are an assumption"),
     "infiniband": Link(50e9, 25e-6, "NDR 400, a port a GPU; 25 us for a round are an assumption"),
-    "pcie4": Link(24e9, 12e-6, f"PCIe 4 x16; 24 of 32 GB/s are an assumption; {_NCCL}"),
+    "pcie4": Link(_PCIE_4, 12e-6, f"PCIe 4 x16; 24 of 32 GB/s are an assumption; {_NCCL}"),
     "nvlink3": Link(300e9, 12e-6, f"NVLink 3, 300 GB/s each way, data sheet; {_NCCL}"),
     "nvlink": Link(450e9, 12e-6, f"NVLink 4, 450 GB/s each way, data sheet; {_NCCL}"),
     "infinity-fabric": Link(448e9, 12e-6, f"7 links of 64 GB/s each way, data sheet; {_NCCL}"),

@@ -152,6 +152,13 @@ class Model:
     not_split: str = ""  # why the weights cannot be split, in a sentence
     not_cut: str = ""  # the modules that every rank then has whole, where these are much
     prompts_not_split: str = ""  # why the tokens of a prompt cannot be split over ranks
+    # Of how many of the newest tokens, on all ranks together, the keys are on GPUs; None: of all.
+    near_tokens: int | None = None
+
+    def with_far_keys(self, near_tokens: int) -> Model:
+        """The model with the keys of older tokens on the host."""
+        why = self.prompts_not_split or "with far keys every rank reads the whole prompt"
+        return replace(self, near_tokens=near_tokens, prompts_not_split=why)
 
     @property
     def kv_heads(self) -> int:
