@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._json import read_json_object, replace_file
 from ..planning.models import WEIGHT_DTYPES
+from .far import add_far_options, check_far_options
 from .rank import is_launched
 from .run import check_ranks, launch
 from .shares import given_shares, taking_part
@@ -111,6 +112,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         'generate --model DIR --prompt "The sky is" --max-new-tokens 200 --json one.json',
         'generate --model DIR --prompt "The sky is" --max-new-tokens 200 --ranks 4 '
         "--tensor-parallel-size 2 --strategy two_phase --same-tokens-as one.json",
+        "generate --model DIR --prompt-file question.txt --device cuda --far cpu --near-tokens 8k",
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="Text that the model goes on from.")
@@ -154,6 +156,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="Seed of the samples; equal seeds give equal texts (default: a new one each time).",
     )
     add_model_options(parser)
+    add_far_options(parser)
     parser.add_argument(
         "--attention",
         choices=("tree_attention", "sdpa"),
@@ -231,6 +234,7 @@ def check(arguments: argparse.Namespace) -> None:
     check_new_tokens(arguments)
     check_model_options(arguments)
     check_sampling(arguments)
+    check_far(arguments)
     if arguments.attention == "sdpa" and arguments.ranks > 1:
         raise UsageError("--attention sdpa runs in one process: leave --ranks out")
     if arguments.json is not None:
@@ -285,6 +289,14 @@ def check_model_options(arguments: argparse.Namespace) -> None:
         raise UsageError(
             "--ranks starts the processes itself: leave it out under torchrun, or unset RANK"
         )
+
+
+def check_far(arguments: argparse.Namespace) -> None:
+    """Raises UsageError for far keys where there are none, as far as the options tell."""
+    check_far_options(arguments)
+    for option, name in (("--attention", "sdpa"), ("--prefill", "split"), ("--device", "cpu")):
+        if arguments.far and getattr(arguments, option.removeprefix("--")) == name:
+            raise UsageError(f"--far cpu is not supported with {option} {name}: leave one out")
 
 
 def check_read_by_all(option: str, file: Path | None, ranks: int) -> None:
@@ -349,6 +361,11 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from .checkpoint import load_tokenizer, make_greedy, num_positions, pad_token
 
     world = part.world
+    if arguments.far and device.type != "cuda":
+        raise UsageError(
+            "--far cpu keeps older keys of a model on a GPU in the host's memory, and torch finds "
+            "no GPU for each process here: leave --far out"
+        )
     tokenizer = load_tokenizer(arguments.model)
     text = in_template(tokenizer, arguments) if arguments.chat else arguments.text
     model = load_model(arguments, part, device)
@@ -377,7 +394,8 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     if arguments.attention == "sdpa":
         cache: Any = DynamicCache(config=model.config)
     else:
-        cache = hf.TreeCache(model.config, **cache_options(arguments, part, model))
+        options = cache_options(arguments, part, model) | far_options(arguments)
+        cache = hf.TreeCache(model.config, **options)
     options = {"max_new_tokens": arguments.max_new_tokens, "pad_token_id": pad}
     seed = None
     if samples(arguments):
@@ -435,6 +453,13 @@ def cache_options(arguments: argparse.Namespace, part: Part, model: Any) -> dict
     }
 
 
+def far_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of a `TreeCache` of a command that has `--far`, or none."""
+    if getattr(arguments, "far", None) is None:
+        return {}
+    return {"far": arguments.far, "near_tokens": arguments.near_tokens}
+
+
 def in_template(tokenizer: Any, arguments: argparse.Namespace) -> str:
     """The prompt as a user's message of the tokenizer's chat template."""
     if not getattr(tokenizer, "chat_template", None):
@@ -468,6 +493,7 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
     path, size, world = arguments.model, arguments.tensor_parallel_size, part.world
     options: dict[str, Any] = {"group": part.group, "shares": part.shares}
     options |= {"prefill": arguments.prefill, "timeout": arguments.timeout}
+    options |= far_options(arguments)
     # Prompts are split over ranks only if each has all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
     scheme = None if arguments.weight_dtype == "auto" else arguments.weight_dtype
