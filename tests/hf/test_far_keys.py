@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 
 import hf_families
 from generations import greedy, left_padded, nan_in_new_memory
-from hf_families import HYBRIDS, OWN_ATTENTION
+from hf_families import CHOOSING, HYBRIDS, OWN_ATTENTION
 from hf_families import make_model as make_family
 from hf_models import VOCAB_SIZE, make_model, make_prompts
 from rounded_caches import rounded_cache
@@ -64,7 +64,7 @@ def small_sizes(most_rows: int | None = None) -> Iterator[None]:
 
 
 def make(name: str) -> Any:
-    families = HYBRIDS | OWN_ATTENTION
+    families = HYBRIDS | OWN_ATTENTION | CHOOSING
     return make_family(families[name]) if name in families else make_model(name)
 
 
@@ -353,8 +353,19 @@ def test_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_cuda():
         cache = hf.TreeCache(config, **FAR)
         cache.reserve((1 << 29) // each)
-        with pytest.raises(torch.OutOfMemoryError, match=_no_memory(r"\S+ tokens", "2.0 GiB", 2)):
+        # Also if it is used again, as it is after the reset.
+        for _ in range(3):
+            with pytest.raises(
+                torch.OutOfMemoryError, match=_no_memory(r"\S+ tokens", "2.0 GiB", 2)
+            ):
+                cache.update(*_rows(1), 0)
+            cache.reset()
+        # What torch keeps of memory that was page-locked is given back first.
+        with mock.patch.object(
+            torch._C, "_host_emptyCache", lambda: sizes.update({"cpu": 1 << 40})
+        ):
             cache.update(*_rows(1), 0)
+        sizes["cpu"] = 1 << 27
         layer = far_layers(hf.TreeCache(config, **FAR))[0]
         layer.update(*_rows(9000))
         sizes["cpu"] = 100
@@ -411,12 +422,14 @@ def test_wrong_options(options: dict[str, Any], error: type[Exception], says: st
     "name, says",
     [
         ("deepseek", "far='cpu' is not supported with latents, as 'deepseek_v3' has"),
+        ("DeepSeek-V3.2", "far='cpu' is not supported with an index that chooses keys, as 'deeps"),
+        ("MiniMax-M3", "far='cpu' is not supported with an index that chooses keys, as 'minimax"),
         ("mistral_window", "'mistral' have a sliding window or a state, which stay on the device"),
     ],
 )
 def test_layers_without_far_keys(name: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        hf.TreeCache(make_model(name).config, **FAR)
+        hf.TreeCache(make(name).config, **FAR)
 
 
 def test_a_model_on_the_cpu() -> None:

@@ -125,7 +125,7 @@ class HostPages:
         wanted = 1 << (wanted.bit_length() - 1)
         batch = len(rows["keys"])
         need = host_need(rows, wanted * self.page_size, world_size)
-        need.check()
+        _check_room(need)
 
         def pages(x: Tensor) -> Tensor:
             shape = wanted * batch, x.shape[1], self.page_size, *x.shape[3:]
@@ -184,16 +184,6 @@ class FarLayer(TreeCacheLayer):
         # A page begins where a block does, as the arithmetic of the layout needs it.
         self.host = HostPages(-(-growth // block) * block)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        keys, values, scales = self.operands(
-            {n: torch.empty_like(x[:, :, :0], device="cpu") for n, x in self.buffers().items()}
-        )
-        check_taken("TreeCache: far='cpu' keeps keys that", key_states.dtype, keys, values, scales)
-        if (expected := self._expected()) > 0:
-            need = host_need(self.buffers(), expected, self.shard.world_size, self.allocates_for)
-            need.check()
-
     def _prepare(self, key_states: Tensor, value_states: Tensor) -> None:
         if torch.compiler.is_compiling():
             raise ValueError(
@@ -202,6 +192,19 @@ class FarLayer(TreeCacheLayer):
             )
         check_device("TreeCache", key_states.device)
         super()._prepare(key_states, value_states)
+        # Of each text, as a cache is used again after an error or a reset.
+        if self.length == 0:
+            self._check_host(key_states.dtype)
+
+    def _check_host(self, dtype: torch.dtype) -> None:
+        """Raises an error where the host cannot attend to such keys, or has no room for them."""
+        on_host = {
+            n: torch.empty_like(x[:, :, :0], device="cpu") for n, x in self.buffers().items()
+        }
+        check_taken("TreeCache: far='cpu' keeps keys that", dtype, *self.operands(on_host))
+        if (expected := self._expected()) > 0:
+            need = host_need(self.buffers(), expected, self.shard.world_size, self.allocates_for)
+            _check_room(need)
 
     def _expected(self) -> int:
         """The local slots that will be far at the length for which room was reserved."""
@@ -287,6 +290,14 @@ def host_need(rows: Mapping[str, Tensor], slots: int, world_size: int, num_layer
     """The memory of the host for slots of such rows."""
     like = {name: torch.empty_like(x[:0], device="cpu") for name, x in rows.items()}
     return Need(like, len(rows["keys"]), slots, num_layers, None, world_size)
+
+
+def _check_room(need: Need) -> None:
+    try:
+        need.check()
+    except torch.OutOfMemoryError:
+        torch._C._host_emptyCache()  # of page-locked memory that earlier caches gave back
+        need.check()
 
 
 @functools.cache
