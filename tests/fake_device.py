@@ -135,8 +135,8 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     is_late = is_asynchronous(function, args, kwargs) and comes_to_host(function, args, device)
     if comes_to_host(function, args, device) and not is_late:
         check_wait(function)
-    if copied is not None:
-        count_copy(function, args, device)
+    if copied is not None and (found := crossing(function, args, device)) is not None:
+        copied.append((found[0], found[1].nbytes))
     if device is not None:
         on_device = is_cuda(device)
         kwargs = kwargs | {"device": CPU if on_device else device}
@@ -188,15 +188,15 @@ def copy_later(function: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     return target
 
 
-def count_copy(function: Any, args: Any, device: Any) -> None:
+def crossing(function: Any, args: Any, device: Any) -> tuple[str, Tensor] | None:
+    """Of a copy between host and device: "to host" or "to device", and what is copied."""
     if function is aten.copy_.default:
         value, from_, to = args[1], *(isinstance(x, DeviceTensor) for x in (args[1], args[0]))
     elif function is aten._to_copy.default and device is not None:
         value, from_, to = args[0], isinstance(args[0], DeviceTensor), is_cuda(device)
     else:
-        return
-    if from_ != to and copied is not None:
-        copied.append(("to device" if to else "to host", value.numel() * value.element_size()))
+        return None
+    return None if from_ == to else ("to device" if to else "to host", value)
 
 
 def check_wait(what: Any) -> None:
