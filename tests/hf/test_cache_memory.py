@@ -178,8 +178,8 @@ def _reshard(rank: int, world_size: int, kv_dtype: str | None, growth: int) -> t
     each = sum(layer.need(1, 1, 1).num_bytes for layer in cache.kv_layers)
     says = (
         rf"TreeCache.reshard: BlockCyclic\(world_size={world_size}, block=4\) gives this rank 1,500"
-        rf" of 3,000 tokens, for which it needs \S+ KiB of cpu .* \({each} bytes each in 2 layers,"
-        r" one of which is copied at a time, 2 sequences\), and \S+ KiB are free; take a layout"
+        rf" of 3,000 tokens, for which it needs \S+ [KM]iB of cpu .* \({each} bytes each in 2 layers,"
+        r" one of which is copied at a time, 2 sequences\), and \S+ [KM]iB are free; take a layout"
     )
     assert re.search(says, str(caught.value)), str(caught.value)
     events = found.profiler.kineto_results.events()
