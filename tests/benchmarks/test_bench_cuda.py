@@ -24,6 +24,7 @@ from benchmarks.cuda import (
     machine,
     merge,
     peers,
+    predict,
     read_probe,
     tables,
     targets,
@@ -260,6 +261,9 @@ def test_command(
     assert "not measured: <= 6.5 us" in output
     rows = json.loads((tmp_path / "decode_cuda_quick.json").read_text())["rows"]
     assert [row["name"] for row in rows] == [CASES[3].name]
+    page = predict.table_of_report(tmp_path / "decode_cuda_quick.md", predict.SHOWN["peers"][1])
+    assert f"| {CASES[3].name} |" in page and page.count("\n") == 3
+    assert {*predict.measured(tmp_path)} == ({CASES[3].name} if right else set())
 
 
 def test_merge_formula_of_pytorch_is_the_operators() -> None:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.cuda import profile
+from benchmarks.cuda import predict, profile
 from benchmarks.cuda.cases import CudaCase
 from dry_device import dry_cuda
 
@@ -60,7 +60,7 @@ def test_what_ncu_found(monkeypatch, tmp_path):
     assert profile.main(["--read", "x.ncu-rep", "--out", str(tmp_path)]) == 0
     (row,) = json.loads((tmp_path / "profile_cuda.json").read_text())["rows"]
     assert row["name"] == SMALL.name and row["metrics"]["gpu__time_duration.sum [us]"] == 1234.5
-    page = (tmp_path / "profile_cuda.md").read_text()
+    page = predict.table_of_report(tmp_path / "profile_cuda.md", ())
     assert f"| {SMALL.name} | 1234.5 us | 268.4 Mbyte | - |" in page
 
 

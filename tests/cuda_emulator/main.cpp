@@ -56,6 +56,7 @@ void test_decode_128_short();
 void test_decode_wide();
 void test_decode_row_blocks();
 void test_decode_plans_of_clusters();
+void test_decode_plans_of_two_levels();
 void test_decode_addresses();
 void test_decode_addresses_short();
 void test_decode_int8_short();
@@ -85,6 +86,7 @@ int main(int argc, char** argv) {
             {"decode_wide", test_decode_wide},
             {"decode_row_blocks", test_decode_row_blocks},
             {"decode_plans_of_clusters", test_decode_plans_of_clusters},
+            {"decode_plans_of_two_levels", test_decode_plans_of_two_levels},
             {"decode_addresses", test_decode_addresses},
             {"decode_addresses_short", test_decode_addresses_short},
             {"decode_latents", test_decode_latents},

@@ -53,6 +53,7 @@ inline void cp_async_16(uint32_t destination, const void* source, int num_bytes,
 
 inline void cp_async_4(uint32_t destination, const void* source, int num_bytes,
                        source_location where = source_location::current()) {
+  emulator::note_request({source, num_bytes});
   emulator::begin_async_copy(destination, source, 4, num_bytes, where);
 }
 

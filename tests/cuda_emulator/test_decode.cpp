@@ -354,6 +354,17 @@ void test_decode_plans_of_clusters() {
   CHECK(clusters(8, 1024, 4, 128, true, 64) == (Plans{1, 64}), "workers of the caller");
 }
 
+// Parts of more than eight rows are merged by 16: one output has 256 at most, which are two levels.
+void test_decode_plans_of_two_levels() {
+  using Plans = std::vector<int32_t>;
+  CHECK(clusters(1, 65536, 32) == (Plans{1, 256}), "one output of 32 rows");
+  CHECK(clusters(1, 65536, 16, 576, false) == (Plans{1, 256}), "latents without clusters");
+  CHECK(clusters(1, 65536, 9, 128, false) == (Plans{1, 256}), "nine rows without clusters");
+  CHECK(clusters(2, 65536, 32) == (Plans{1, 264}), "two outputs");
+  CHECK(clusters(1, 65536, 8, 128, false) == (Plans{1, 264}), "eight rows");
+  CHECK(clusters(1, 65536, 32, 128, true, 260) == (Plans{1, 260}), "workers of the caller");
+}
+
 namespace {
 
 // Copies of no bytes, too, come from memory that there is.
@@ -367,10 +378,11 @@ void check_addresses(const std::vector<Shape>& shapes) {
       const auto is_in = [](const void* source, const void* memory, const int64_t (&stride)[3],
                             const int64_t (&size)[3], int64_t columns, DataType dtype) {
         const auto* const first = static_cast<const char*>(memory);
+        const int num_bytes = columns == 1 ? 4 : 16;  // of a scale, or of a chunk
         int64_t last = columns;
         for (int i = 0; i < 3; ++i) last += (size[i] - 1) * stride[i];
-        return source >= first &&
-               static_cast<const char*>(source) + 16 <= first + last * element_size(dtype);
+        return memory != nullptr && source >= first &&
+               static_cast<const char*>(source) + num_bytes <= first + last * element_size(dtype);
       };
       int64_t num_empty = 0;
       const bool paged = p.page_table != nullptr;
@@ -381,7 +393,9 @@ void check_addresses(const std::vector<Shape>& shapes) {
         num_empty += request.num_bytes == 0;
         CHECK(is_in(request.source, p.q, p.q_stride, queries, p.head_dim, p.dtype) ||
                   is_in(request.source, p.k, p.k_stride, keys, p.head_dim, p.kv_dtype) ||
-                  is_in(request.source, p.v, p.v_stride, keys, p.head_dim_v, p.kv_dtype),
+                  is_in(request.source, p.v, p.v_stride, keys, p.head_dim_v, p.kv_dtype) ||
+                  is_in(request.source, p.k_scale, p.k_scale_stride, keys, 1, kFloat32) ||
+                  is_in(request.source, p.v_scale, p.v_scale_stride, keys, 1, kFloat32),
               "a copy of ", request.num_bytes, " bytes comes from nowhere");
       }
       CHECK(num_empty > 0, "no copy is of no bytes");
@@ -406,6 +420,7 @@ void test_decode_addresses() {
   check_addresses({{2, 1, 5, 2, 77, 80, 72, kFloat16, 0, true},
                    {1, 1, 3, 1, 50, 64, 48, kFloat32},
                    {2, 1, 4, 1, 150, 48, 48, kBFloat16, 0, false, 0.0f, true, kInt8},
+                   {2, 1, 4, 1, 144, 64, 64, kBFloat16, 24, false, 0.0f, true, kInt8},
                    latents});
 }
 

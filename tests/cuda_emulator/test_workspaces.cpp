@@ -35,12 +35,13 @@ std::map<cudaStream_t, cudaGraph_t> captures;
 std::set<cudaStream_t> busy, asked;  // asked: whether they are busy
 int num_allocations = 0, num_emptied = 0;
 bool holds_all_memory = false;  // torch, until its cache is emptied
+bool is_in_use = false;         // all of it, so that nothing is given back
 
 }  // namespace
 
 void c10::cuda::CUDACachingAllocator::emptyCache() {
   ++num_emptied;
-  holds_all_memory = false;
+  holds_all_memory = is_in_use;
 }
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
   if (holds_all_memory) return cudaErrorMemoryAllocation;
@@ -186,14 +187,19 @@ void test_workspaces() {
   get(streams[0], {1 << 20, 1000}, true);
   CHECK(num_emptied == 1, num_emptied);
   holds_all_memory = true;
-  const auto failed = captured(streams[1], [&] {
-    bool fails = false;
+  const auto fails = [&](cudaStream_t stream) {
     try {
-      get(streams[1], {1 << 21, 1000}, true);
+      get(stream, {1 << 21, 1000}, true);
     } catch (const std::runtime_error&) {
-      fails = true;
+      return true;
     }
-    CHECK(fails && num_emptied == 1, "emptied during a capture");
+    return false;
+  };
+  const auto failed = captured(streams[1], [&] {
+    CHECK(fails(streams[1]) && num_emptied == 1, "emptied during a capture");
   });
-  holds_all_memory = false;
+  is_in_use = true;
+  CHECK(fails(streams[2]) && num_emptied == 2, num_emptied, " calls for memory in use");
+  holds_all_memory = is_in_use = false;
+  get(streams[2], {1 << 21, 1000}, true);  // what has failed may be tried again
 }

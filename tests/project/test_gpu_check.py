@@ -166,6 +166,47 @@ def test_every_file_of_gpu_tests_is_in_a_stage(monkeypatch: pytest.MonkeyPatch) 
     assert run == dict.fromkeys(files, 1)
 
 
+# What the -k of each stage leaves of its files, of which this process imports each once.
+COLLECT = """
+import json, sys
+import pytest
+from gpu_stages import STAGES
+
+class Items:
+    def pytest_collection_finish(self, session):
+        self.names = [item.nodeid for item in session.items]
+
+found = {}
+for stage in (stage for step in STAGES for stage in step if "pytest" in stage.command):
+    words = [x for x in stage.command[3:] if not x.startswith(("-n", "--junitxml"))]
+    items = Items()
+    pytest.main([*words, "--collect-only", "-qq"], plugins=[items])
+    found[stage.name] = items.names
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_every_stage_of_tests_finds_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that no test has any more would only be noticed on a GPU."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import gpu_smoke
+
+    folders = ("scripts", "python", ".")  # those of a call, and of its stages
+    monkeypatch.setenv("PYTHONPATH", ":".join(str(ROOT / folder) for folder in folders))
+    monkeypatch.chdir(ROOT)
+    command = [sys.executable, "-c", COLLECT, str(tmp_path / "found.json")]
+    subprocess.run(command, check=True, capture_output=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [name for name, tests in found.items() if not tests] == []
+    smoke = "tests/cuda/test_cuda_smoke.py::"
+    assert found["gate"] == [f"{smoke}test_kernel[cuda-bfloat16 d128]"]
+    corrected = {test.partition("[")[0].rpartition("::")[2] for test in found["corrected"]}
+    assert corrected == {"test_kernel", "test_path_of_latents", "test_long_contexts"}
+    kernels = {name for name in gpu_smoke.groups([smoke[:-2]]) if name.startswith("test_kernel ")}
+    assert {"test_kernel bfloat16 d128", "test_kernel float16 latents of 40"} <= kernels
+
+
 KERNELS = """
 import os, time
 import pytest
