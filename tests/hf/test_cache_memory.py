@@ -150,13 +150,13 @@ def test_a_load_looks_for_all_layers_first(tmp_path: Path, monkeypatch: pytest.M
     assert hf.TreeCache.load(tmp_path, config).num_bytes == cache.num_bytes
 
 
-def _reshard(rank: int, world_size: int, kv_dtype: str | None, growth: int) -> tuple[int, int]:
+def _reshard(rank: int, world_size: int, growth: int) -> tuple[int, int]:
     """All tokens from rank 0 to all ranks: the bytes that this is counted as, and the peak of what
     is allocated then."""
     config, length = CONFIGS["llama"], 3000
     first, even = ContiguousThenCyclic((0,) + (length,) * world_size, 4), BlockCyclic(world_size, 4)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        cache = hf.TreeCache(config, layout=first, growth=growth, kv_dtype=kv_dtype)
+        cache = hf.TreeCache(config, layout=first, growth=growth)
         append(cache, length)
         new = cache.shard.with_layout(even)
         counted = growing._bytes_to_move(cache.kv_layers, new, length)
@@ -167,22 +167,16 @@ def _reshard(rank: int, world_size: int, kv_dtype: str | None, growth: int) -> t
             pytest.raises(ExchangeError if rank != 1 else torch.OutOfMemoryError) as caught,
         ):
             cache.reshard(even)
-        if kv_dtype is None:  # 8 bits round what they hold
-            check_holds(cache, length, first)
-        assert cache.shard.layout == first and cache.get_seq_length() == length
-        with (
-            mock.patch.object(memory, "_LEAST_COMPARED", 1),
-            mock.patch.object(growing, "too_few", lambda device, needed: None),
-            record_function("moved"),
-        ):
+        check_holds(cache, length, first)
+        with record_function("moved"):
             cache.reshard(even)
-    if kv_dtype is None:
-        check_holds(cache, length, even)
+    check_holds(cache, length, even)
     each = sum(layer.need(1, 1, 1).num_bytes for layer in cache.kv_layers)
     says = (
         rf"TreeCache.reshard: BlockCyclic\(world_size={world_size}, block=4\) gives this rank 1,500"
-        rf" of 3,000 tokens, for which it needs \S+ [KM]iB of cpu .* \({each} bytes each in 2 layers,"
-        r" one of which is copied at a time, 2 sequences\), and \S+ [KM]iB are free; take a layout"
+        r" of 3,000 tokens, for which it needs \S+ [KM]iB of cpu beyond what it holds "
+        rf"\({each} bytes each in 2 layers, one of which is copied at a time, 2 sequences\), and "
+        r"\S+ [KM]iB are free; take a layout that gives it fewer"
     )
     assert re.search(says, str(caught.value)), str(caught.value)
     events = found.profiler.kineto_results.events()
@@ -193,9 +187,9 @@ def _reshard(rank: int, world_size: int, kv_dtype: str | None, growth: int) -> t
     return counted, max(itertools.accumulate(later, initial=held)) - held
 
 
-@pytest.mark.parametrize(("kv_dtype", "growth"), [(None, 64), ("int8", 8)])
-def test_tokens_that_move_find_room_before_any_is_sent(kv_dtype: str | None, growth: int) -> None:
-    for counted, allocated in run_ranks(_reshard, 2, kv_dtype, growth):
+@pytest.mark.parametrize("growth", [64, 4])  # 1,500 slots are no multiple of 64
+def test_tokens_that_move_find_room_before_any_is_sent(growth: int) -> None:
+    for counted, allocated in run_ranks(_reshard, 2, growth):
         assert 0.8 * allocated < counted <= allocated, (counted, allocated)
 
 
