@@ -34,10 +34,11 @@ from questions import DOCUMENT, answers_alone, ask, check_answers, questions_beh
 from rounded_caches import rounded_cache
 from tiers import tiers
 from tree_attention import BlockCyclic, ExchangeError, hf
-from tree_attention.hf import CACHE_NAME
+from tree_attention.hf import CACHE_NAME, attention
 from tree_attention.hf.cache import chosen_keys, token_split
 from tree_attention.hf.cache.snapshot.index import digest_of
 from tree_attention.hf.prompts import split_attention
+from tree_attention.patterns import by_rows
 
 LENGTH, NUM_TOKENS = 37, 12
 KNOWN = [name for name, family in CHOOSING.items() if family.exists]
@@ -268,6 +269,32 @@ def test_what_travels_for_a_split_prompt(rank: int, world_size: int, name: str) 
     with torch.no_grad(), stable_choices():
         wanted = expected(ids).logits[:, -1:]
     torch.testing.assert_close(logits, wanted, atol=1e-3, rtol=1e-3)
+
+
+@on_ranks(2)
+def test_pages_are_blocks_whatever_the_length(rank: int, world_size: int) -> None:
+    """Of prompts whose last chunk is odd and split, and of caches with room for part of a block."""
+    layout = BlockCyclic(world_size, 4)
+    wanted, *_ = generated(make_model(CHOOSING[M3]), _prompt(), **greedy(NUM_TOKENS))
+    pages = set[tuple[int, int]]()
+
+    def noted(*arguments: Any, block: int) -> Any:
+        found = by_rows(*arguments, block=block)
+        pages.add((block, found[1].shape[2]))
+        return found
+
+    ways: list[dict[str, Any]] = [
+        {"prefill": "split", "prefill_chunk_size": 7},
+        {"max_length": LENGTH + NUM_TOKENS},
+        {},
+    ]
+    for options in ways:
+        model = hf.enable(make_model(CHOOSING[M3]), layout=layout, **options)
+        given = {} if options else {CACHE_NAME: hf.TreeCache(model.config, layout=layout, growth=1)}
+        with mock.patch.object(attention, "by_rows", noted):
+            found = model.generate(**_prompt(), **greedy(NUM_TOKENS), **given)
+        assert torch.equal(found, wanted)
+        assert pages == {(4, 4)}, options
 
 
 def test_more_keys_than_the_cache_has_room_for() -> None:

@@ -251,7 +251,9 @@ def _over_chosen(
     buffers = layer.buffers()
     if split is not None:
         buffers = {
-            name: split.all_rows(name, x) for name, x in buffers.items() if name != "index_keys"
+            name: split.all_rows(name, x, choice.run)
+            for name, x in buffers.items()
+            if name != "index_keys"
         }
     keys, values, scales = layer.operands(buffers)
     keywords, kv_heads = {**keywords, "out_dtype": out_dtype}, keys.shape[1]

@@ -299,10 +299,12 @@ class Index(NamedTuple):
 
     columns: int  # of its keys
     model_type: str  # for messages
+    block: int  # slots of a block, where it chooses blocks
 
     @classmethod
     def of(cls, config: Any) -> "Index":
-        return cls(config.index_head_dim, config.model_type)
+        block = getattr(config, "index_block_size", 1)
+        return cls(config.index_head_dim, config.model_type, block)
 
 
 class IndexedLayer(TreeCacheLayer):
@@ -318,6 +320,11 @@ class IndexedLayer(TreeCacheLayer):
         dtype, sizes = self.index_dtype or key_states.dtype, (len(key_states), 1, 0)
         self.index_keys = key_states.new_empty((*sizes, self.index_columns), dtype=dtype)
         super().lazy_initialization(key_states, value_states)
+
+    def capacity(self, num_slots: int) -> int:
+        """A whole number of blocks: with a part of one, `by_rows` makes pages of single keys."""
+        block = self.index.block
+        return -(-super().capacity(num_slots) // block) * block
 
     def append(self, keys: Tensor, values: Tensor, slots: Tensor, num_tokens: int) -> Any:
         self._expected = slots[0], num_tokens

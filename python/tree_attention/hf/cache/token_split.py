@@ -102,14 +102,16 @@ class TokenSplit:
         rows = self._moves.apply("prefill", self._signature, torch.cat((keys, values), dim=3))
         return rows[..., : keys.shape[3]], rows[..., keys.shape[3] :]
 
-    def all_rows(self, name: str, x: Tensor) -> Tensor:
+    def all_rows(self, name: str, x: Tensor, block: int = 1) -> Tensor:
         """Collective: the rows `[batch, heads, slots, ...]` of all slots before the chunk's end, of
-        which `x` has this rank's, in memory that layers share by the name."""
+        which `x` has this rank's, in memory that layers share by the name. Uninitialised rows
+        follow, so that there is a whole number of blocks of `block` rows."""
         layout, rank = self.shard.layout, self.shard.rank
-        whole = self.room(f"all {name}", (*x.shape[:2], self.end, *x.shape[3:]), x.dtype)
+        num_rows = -(-self.end // block) * block
+        whole = self.room(f"all {name}", (*x.shape[:2], num_rows, *x.shape[3:]), x.dtype)
         if whole.nbytes == 0:  # values of latents
             return whole
-        step = max(1, _MAX_RECEIVED_BYTES * self.end // whole.nbytes)
+        step = max(1, _MAX_RECEIVED_BYTES * num_rows // whole.nbytes)
         for begin in range(0, self.end, step):
             end = min(begin + step, self.end)
             slots = [
