@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import run_ranks
+from distributed import run_ranks, start_process
 
 pytest.importorskip("transformers")
 
@@ -224,3 +224,41 @@ def test_a_rank_killed_while_saving_leaves_the_last_one(tmp_path: Path) -> None:
     assert all("rank 1" in errors[rank] for rank in (0, 2))
     for world_size in (1, 2):
         run_ranks(check_load, world_size, BlockCyclic(world_size), tmp_path)
+
+
+def _die_at(directory: Path, moment: int, is_second: bool) -> None:
+    cache = filled()
+    if is_second:
+        cache.save(directory)
+    append(cache, 3)
+    synced = 0
+
+    def sync(_: int) -> None:
+        nonlocal synced
+        synced += 1
+        if synced == moment:
+            _kill_itself()
+
+    with mock.patch.object(os, "fsync", sync):
+        cache.save(directory)
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_second", [False, True])
+def test_a_process_killed_at_any_moment_leaves_one_of_both(
+    is_second: bool, moment: int, tmp_path: Path
+) -> None:
+    """Once it has written the tensors, named their file, written the index and named that."""
+    process = start_process(0, _die_at, tmp_path, moment, is_second)
+    process.join(60.0)
+    assert process.exitcode == -signal.SIGKILL
+    lengths = [LENGTH if is_second else None] * 3 + [LENGTH + 3]
+    length = lengths[moment - 1]
+    if length is None:
+        with pytest.raises(FileNotFoundError, match=r"no cache was saved there, or it never ended"):
+            hf.TreeCache.load(tmp_path, CONFIG)
+    else:
+        check_holds(hf.TreeCache.load(tmp_path, CONFIG), length)
+    filled().save(tmp_path)  # which removes what is left of it
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".safetensors"]
+    check_holds(hf.TreeCache.load(tmp_path, CONFIG), LENGTH)
