@@ -91,6 +91,17 @@ def probe_file(path: str | os.PathLike[str]) -> None:
                 probe.unlink()
 
 
+def probe_directory(path: Path) -> None:
+    """Raises OSError where no file can be written to a directory, which need not exist yet."""
+    is_new = not path.exists()
+    path.mkdir(exist_ok=True)
+    try:
+        probe_file(_beside(path / "probe"))
+    finally:
+        if is_new:
+            path.rmdir()
+
+
 def _is_replaced(path: Path) -> bool:
     # /dev/stdout may be a file that the shell has opened and goes on writing to.
     in_system = path.absolute().parts[1:2] in (("dev",), ("proc",))

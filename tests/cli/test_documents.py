@@ -25,6 +25,7 @@ pytest.importorskip("transformers")
 
 import hf_families
 import hf_models
+from tree_attention.hf.cache.snapshot.index import digest_of
 
 TEXT = "Keys and values never move. Each rank keeps its share of them.\n" * 4
 QUESTIONS = ["Who?", "What does each rank keep?", "Why"]
@@ -190,9 +191,26 @@ def _cut(directory: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def _without_facts(directory: Path) -> None:
+    """As `TreeCache.save` writes it."""
+    file = directory / "index.json"
+    index = json.loads(file.read_text())
+    del index["facts"]
+    file.write_text(json.dumps(index | {"sha256": digest_of(index)}))
+
+
+def _of_another_program(directory: Path) -> None:
+    (directory / "index.json").write_text('{"format": "notes"}')
+
+
 @pytest.mark.parametrize(
     "damage, message",
-    [(_without_tokens, "index.json cannot be used: it is damaged"), (_cut, "is damaged: it has")],
+    [
+        (_without_tokens, "index.json cannot be used: it is damaged"),
+        (_cut, "is damaged: it has"),
+        (_without_facts, "it is a cache that prepare did not write"),
+        (_of_another_program, "index.json cannot be used: its format is not"),
+    ],
 )
 def test_a_damaged_document_is_refused(
     damage: Any,
@@ -298,6 +316,8 @@ def test_places_that_are_refused(
         (tmp_path / "no/out", (), f"there is no directory {tmp_path / 'no'}; create it first"),
         (checkpoint, (), "this is the directory of --model; name another one"),
         (document, other, "a document is there of --tensor-parallel-size 1, got 2; remove it, or"),
+        (Path("/proc/none"), (), "it cannot be written to (No such file or directory); name anoth"),
+        (Path("/proc/self"), (), "it cannot be written to (No such file or directory); name anoth"),
     ):
         arguments = "--model", str(checkpoint), "--out", str(out), *options
         assert main(["prepare", str(file), *arguments]) == 2
@@ -329,3 +349,31 @@ def test_a_document_that_fails_to_be_saved_leaves_the_one_before(
     assert not list((tmp_path / "new").glob("*"))
     names = [{x.name: x.read_bytes() for x in place.iterdir()} for place in (out, document)]
     assert names[0] == names[1]
+
+
+def test_a_document_that_is_replaced_while_it_is_read_is_refused(
+    checkpoint: Path,
+    document: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tokens would be those of one document, and its keys of another one."""
+    from tree_attention.hf import TreeCache
+
+    out, other, file = tmp_path / "out", tmp_path / "other", tmp_path / "text.txt"
+    shutil.copytree(document, out)
+    file.write_text(TEXT * 2)
+    model = "--model", str(checkpoint)
+    assert main(["prepare", str(file), *model, "--out", str(other)]) == 0
+    load = TreeCache.load
+
+    def replaced(*arguments: Any, **options: Any) -> TreeCache:
+        shutil.copytree(other, out, dirs_exist_ok=True)
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(TreeCache, "load", replaced)
+    capsys.readouterr()
+    assert main(asked(checkpoint, out, "Who?")) == 2
+    output = capsys.readouterr()
+    assert output.out == "" and "another prepare has just replaced it: ask again" in output.err

@@ -147,22 +147,31 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     directory = place(arguments.document, arguments.tensor_parallel_size, part.world.rank)
     begin = time.perf_counter()
 
-    def read() -> tuple[Any, list[int]]:
-        ids = _tokens_of(read_entries(directory / INDEX), arguments, model)
+    def read() -> tuple[Any, tuple[list[int], str]]:
+        entries = read_entries(directory / INDEX)
+        ids = _tokens_of(entries, arguments, model)
         digest = hashlib.sha256(str(ids).encode()).hexdigest()
-        return (("tokens of the document", digest),), ids
+        return (("tokens of the document", digest),), (ids, entries["sha256"])
 
     try:
         # Ranks that split the heads read a directory each, and one of these may be older.
         comm = get_communicator(part.group)
-        document, _ = on_every_rank("ask", comm, arguments.timeout, read)
+        (document, sha256), _ = on_every_rank("ask", comm, arguments.timeout, read)
         with device:  # of states, which are made as the model's tensors are
             cache = hf.TreeCache.load(
                 directory, model.config, **cache_options(arguments, part, model)
             )
+
+        def check_same() -> tuple[Any, None]:
+            if read_entries(directory / INDEX)["sha256"] != sha256:
+                raise ValueError("another prepare has just replaced it: ask again")
+            return (), None
+
+        on_every_rank("ask", comm, arguments.timeout, check_same)
     except (OSError, ValueError) as error:
         raise UsageError(f"the document in {arguments.document} does not load: {error}") from error
     load_seconds = time.perf_counter() - begin
+    answers = _Answers(part.world.root, arguments, model, tokenizer)
     questions = [
         tokenizer(arguments.format.replace(_QUESTION, text), add_special_tokens=False)["input_ids"]
         for text in arguments.texts
@@ -179,21 +188,17 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
             "--max-new-tokens"
         )
     pad = pad_token(tokenizer)
-    answers = _Answers(part.world.root, arguments, model, tokenizer)
     num_bytes = 0
     for rows in _batches([len(ids) for ids in questions], _largest_hole(cache)):
         width = max(len(questions[row]) for row in rows)
-        lengths = [width - len(questions[row]) for row in rows]
-        ids = torch.tensor(
-            [
-                [*document, *[pad or 0] * hole, *questions[row]]
-                for row, hole in zip(rows, lengths, strict=True)
-            ],
-            device=device,
-        )
-        mask = torch.ones_like(ids)
-        for row, hole in enumerate(lengths):
-            mask[row, len(document) : len(document) + hole] = 0
+        own = torch.full((len(rows), width), pad or 0, device=device)
+        is_own = torch.zeros_like(own)
+        for number, row in enumerate(rows):
+            own[number, -len(questions[row]) :] = torch.tensor(questions[row], device=device)
+            is_own[number, -len(questions[row]) :] = 1
+        common = torch.tensor([document], device=device).expand(len(rows), -1)
+        ids = torch.cat((common, own), dim=1)
+        mask = torch.cat((torch.ones_like(common), is_own), dim=1)
         shared = cache.share(len(rows))
         answers.rows = rows
         try:

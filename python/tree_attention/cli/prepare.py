@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._json import probe_directory
 from .document import facts_of, place, sizes_in
 from .generate import (
     add_model_options,
@@ -21,7 +22,7 @@ from .generate import (
     start,
     text_in,
 )
-from .usage import UsageError, argument_parser, check_checkpoint
+from .usage import UsageError, argument_parser, check_checkpoint, is_root
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +76,13 @@ def check(arguments: argparse.Namespace) -> None:
     arguments.text = text_in("FILE", arguments.file)
     if not arguments.text.strip():
         raise UsageError(f"FILE {arguments.file}: the document is empty: name a file with a text")
+    if is_root():
+        try:
+            probe_directory(out)
+        except OSError as error:  # not after the document was read, which may take hours
+            raise UsageError(
+                f"--out {out}: it cannot be written to ({error.strerror}); name another directory"
+            ) from error
 
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
