@@ -11,6 +11,9 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -377,3 +380,46 @@ def test_a_document_that_is_replaced_while_it_is_read_is_refused(
     assert main(asked(checkpoint, out, "Who?")) == 2
     output = capsys.readouterr()
     assert output.out == "" and "another prepare has just replaced it: ask again" in output.err
+
+
+_KILLED = """
+import os, signal, sys
+from tree_attention.__main__ import main
+
+sync, left = os.fsync, [3]  # of the tensors, of their name and of the index
+
+def sync_or_die(handle):
+    left[0] -= 1
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sync(handle)
+
+os.fsync = sync_or_die
+main(sys.argv[1:])
+"""
+
+
+def test_a_prepare_that_was_killed_leaves_no_document(
+    checkpoint: Path, document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or the one before; the next one removes what was left."""
+    file, new, old = tmp_path / "text.txt", tmp_path / "new", tmp_path / "old"
+    file.write_text(TEXT + "More.")
+    shutil.copytree(document, old)
+    wanted = alone(checkpoint, "Who?", tmp_path / "one.json")
+    for out in (new, old):
+        arguments = ["prepare", str(file), "--model", str(checkpoint), "--out", str(out)]
+        killed = subprocess.run([sys.executable, "-c", _KILLED, *arguments], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        names = {x.name for x in out.iterdir()} - {x.name for x in document.iterdir()}
+        assert sorted(Path(name).suffix for name in names) == [".safetensors", ".tmp"]
+    capsys.readouterr()
+    assert main(asked(checkpoint, new, "Who?")) == 2
+    assert f"ask: no document was prepared in {new}, or it never ended" in capsys.readouterr().err
+    answers = tmp_path / "answers.json"
+    assert main(asked(checkpoint, old, "Who?", "--json", str(answers))) == 0
+    assert json.loads(answers.read_text())["questions"][0]["tokens"] == wanted
+    assert main(arguments) == 0
+    assert sorted(x.suffix for x in old.iterdir()) == [".json", ".safetensors"]
+    assert main(asked(checkpoint, old, "Who?", "--json", str(answers))) == 0
+    assert json.loads(answers.read_text())["document_tokens"] == len(TEXT + "More.")
