@@ -7,11 +7,8 @@ its neighbour's where a slice begins inside a block, an expert that is lost with
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,11 +21,11 @@ from tiers import tiers_of
 
 pytest.importorskip("transformers")
 
-import transformers
 from transformers import AutoConfig
 
 from generations import generated, greedy, left_padded, same_on_all_ranks
 from hf_families import CHOOSING, VOCAB_SIZE, WORKING, make_model, sizes_of_tensor_groups
+from published import publish_deepseek_v32, publish_fp8, publish_minimax_m3, write
 from tree_attention import ExchangeError, hf
 from tree_attention.weights import load as loading
 from tree_attention.weights.checkpoint.formats import Fp8Blocks, Mxfp4
@@ -79,64 +76,6 @@ def test_mxfp4_is_what_transformers_reads() -> None:
     assert torch.equal(Mxfp4(blocks, scales).whole(), expected)
 
 
-def _write(path: Path, tensors: dict[str, Tensor], quantization: dict[str, object]) -> None:
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    config.pop("quantization_config", None)
-    if quantization:
-        config["quantization_config"] = quantization
-    (path / "config.json").write_text(json.dumps(config))
-
-
-# Linear layers that are published in FP8: all but the weights of the heads of an index, routers,
-# the embedding and its head, and encoders of images.
-_IN_FP8 = re.compile(r"(?<!weights_)proj(_with_mqa)?\.weight|\.w[123]\.weight|\.(wq_b|wk)\.weight")
-_NOT_IN_FP8 = re.compile(r"vision|projector|merge")
-
-
-def _publish_fp8(path: Path, model: Any = None, **more: Tensor) -> None:
-    """Write DeepSeek-V3, or another model, as it is published: all linear layers and experts in
-    blocks of FP8."""
-    model = model or make_model(WORKING["DeepSeek-V3"])
-    model.save_pretrained(path)
-    tensors = {}
-    for name, x in (load_file(path / "model.safetensors") | more).items():
-        if x.dim() == 2 and _IN_FP8.search(name) and not _NOT_IN_FP8.search(name):
-            tensors[name] = (x * 20).to(torch.float8_e4m3fn)
-            blocks = (-(-x.shape[0] // 32), -(-x.shape[1] // 32))
-            tensors[f"{name}_scale_inv"] = (torch.rand(blocks) + 0.5) / 20
-        else:
-            tensors[name] = x
-    _write(path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
-
-
-def _publish_deepseek_v32(path: Path) -> None:
-    """With the layer that predicts a second token, which models of text leave out."""
-    more = {
-        "model.layers.61.eh_proj.weight": torch.ones(64, 128),
-        "model.layers.61.self_attn.indexer.wk.weight": torch.ones(16, 64),
-        "model.layers.61.shared_head.norm.weight": torch.ones(64),
-    }
-    _publish_fp8(path, make_model(CHOOSING["DeepSeek-V3.2"]), **more)
-
-
-def _publish_minimax_m3(path: Path) -> None:
-    """The whole model, with an encoder of images and the layers that predict further tokens."""
-    text = make_model(CHOOSING["MiniMax-M3"])
-    images = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    images |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = transformers.MiniMaxM3VLConfig(
-        text_config=text.config.to_dict(), vision_config=images, projector_hidden_size=64
-    )
-    model = transformers.MiniMaxM3SparseForConditionalGeneration(config)
-    model.model.language_model.load_state_dict(text.model.state_dict())
-    model.lm_head.load_state_dict(text.lm_head.state_dict())
-    _publish_fp8(path, model, **{"mtp.layers.0.eh_proj.weight": torch.ones(64, 128)})
-    names = load_file(path / "model.safetensors")
-    assert "language_model.model.layers.1.block_sparse_moe.experts.3.w2.weight" in names
-    assert "language_model.model.layers.1.self_attn.index_q_proj.weight_scale_inv" in names
-
-
 def _publish_mxfp4(path: Path) -> None:
     """Write GPT-OSS as it is published: experts in MXFP4, which has groups of 32 inputs."""
     make_model(WORKING["GPT-OSS"]).save_pretrained(path)
@@ -146,16 +85,16 @@ def _publish_mxfp4(path: Path) -> None:
         shape = experts, rows, columns // 32
         tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8)
-    _write(path, tensors, {"quant_method": "mxfp4"})
+    write(path, tensors, {"quant_method": "mxfp4"})
 
 
 PUBLISHED: dict[str, Callable[[Path], None]] = {
-    "DeepSeek-V3": _publish_fp8,
+    "DeepSeek-V3": publish_fp8,
     "GPT-OSS": _publish_mxfp4,
 }
 WITH_INDEX: dict[str, Callable[[Path], None]] = {
-    "DeepSeek-V3.2": _publish_deepseek_v32,
-    "MiniMax-M3": _publish_minimax_m3,
+    "DeepSeek-V3.2": publish_deepseek_v32,
+    "MiniMax-M3": publish_minimax_m3,
 }
 PUBLISHED |= {name: x for name, x in WITH_INDEX.items() if CHOOSING[name].exists}
 
@@ -203,7 +142,7 @@ def test_split_weights_equal_whole_ones(name: str, tmp_path: Path) -> None:
 
 
 def test_numbers_are_those_of_the_file(tmp_path: Path) -> None:
-    _publish_fp8(tmp_path)
+    publish_fp8(tmp_path)
     model = hf.from_pretrained(tmp_path, dtype=torch.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
@@ -228,7 +167,7 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     found = generated(
         hf.from_pretrained(tmp_path, dtype=torch.float32), _prompts(name), **greedy(12)
     )
-    _write(tmp_path, tensors, {})
+    write(tmp_path, tensors, {})
     kind = class_to_load(AutoConfig.from_pretrained(tmp_path))
     model = kind.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens, logits, margin = generated(model, _prompts(name), **greedy(12))
@@ -303,7 +242,7 @@ def test_damaged_scales(name: str, tmp_path: Path) -> None:
 
 def test_scales_that_are_lost(tmp_path: Path) -> None:
     """The numbers without them are no weights."""
-    _publish_fp8(tmp_path)
+    publish_fp8(tmp_path)
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     _change(tmp_path, f"{name}_scale_inv", "lost")
     with pytest.raises(ValueError, match=f"{name}: it is of FP8 and lacks its scales, {name}_sc"):

@@ -48,6 +48,20 @@ def load(path: Path, **options: Any) -> Any:
     return model.eval()
 
 
+def is_quantised(path: Path) -> bool:
+    """Whether a checkpoint has weights of 8 or 4 bits in a format of `hf.from_pretrained`."""
+    from ..weights.checkpoint.formats import check_format
+
+    with damages_named(path):
+        config = read_json_object(path / "config.json", "the configuration")
+    quantization = config.get("quantization_config")
+    try:
+        check_format(path, quantization or {})
+    except ValueError:
+        return False
+    return bool(quantization)
+
+
 def make_greedy(model: Any, path: Path) -> list[str]:
     """Makes a model generate the likeliest tokens of one sequence, whatever its checkpoint says;
     returns the fields of generation_config.json that therefore count for nothing."""

@@ -487,7 +487,7 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
     from .. import hf
     from ..exchange import ExchangeError, candidates
     from ..weights.plan import CannotSplitError
-    from .checkpoint import damages_named, load
+    from .checkpoint import damages_named, is_quantised, load
 
     dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     path, size, world = arguments.model, arguments.tensor_parallel_size, part.world
@@ -497,7 +497,9 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
     # Prompts are split over ranks only if each has all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
     scheme = None if arguments.weight_dtype == "auto" else arguments.weight_dtype
-    if (world.size > 1 and can_split) or scheme is not None:
+    # Where transformers reads weights of 8 or 4 bits, it needs another package for it.
+    is_own = world.size == 1 and arguments.attention == "tree_attention" and is_quantised(path)
+    if (world.size > 1 and can_split) or scheme is not None or is_own:
         try:
             # Each process must get the heads that are its own wherever several share a cache.
             able = ("auto", *candidates(torch.float32, head_sharded=True))
