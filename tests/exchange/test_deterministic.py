@@ -71,9 +71,10 @@ def test_same_bits_for_every_world_and_thread_count(case: str) -> None:
 
 @by_world([4], [5, 6, 7])
 def test_same_bits_for_other_worlds(world_size: int) -> None:
-    expected = decode(make_case("bf16 causal"), BlockCyclic(1, 64), 0)
-    for result in run_ranks(decode_shards, world_size, "bf16 causal", 1):
-        assert_same_bits(result, expected)
+    for case in CASES if world_size == 7 else ["bf16 causal"]:
+        expected = decode(make_case(case), BlockCyclic(1, 64), 0)
+        for result in run_ranks(decode_shards, world_size, case, 1):
+            assert_same_bits(result, expected)
 
 
 @pytest.mark.parametrize("case", CASES)
