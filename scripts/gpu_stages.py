@@ -85,6 +85,8 @@ DECODE = ("{python}", "benchmarks/decode.py", "--device", "cuda", *WITH_PEERS)
 # Some compile their kernels at the first call, which is not to take the time of the benchmark.
 PEERS_ALONE = (*DECODE, "--quick", "--only", "B=1 1k", "d64 B=1", "--out", "{results}/peers")
 LOST_DEVICE = ("{python}", "-m", "benchmarks.cuda.lost_device", *WITH_PEERS, *OUT)
+# The host has a part of the work, with all its threads.
+FAR_KEYS = ("env", "-u", "OMP_NUM_THREADS", "{python}", "-m", "benchmarks.cuda.far_keys", *OUT)
 STAMPS = ("{python}", "-m", "benchmarks.cuda.stamps", *OUT)
 # A case takes three seconds or so, and one that has begun is ended.
 TUNE = ("{python}", "-m", "benchmarks.cuda.tune", "--seconds", "1", "--budget", "{budget}", *OUT)
@@ -148,6 +150,7 @@ STAGES: Steps = (
         pytest("numerics", 90, *NUMERICS),
     ),
     (Stage("tune_cuda", 90, TUNE, WITH_ABLATIONS),),
+    (Stage("far_keys_cuda", 120, FAR_KEYS, least=60),),
     # Virtual ranks that wait for one another are alone on the device.
     (pytest("one_shot", 45, "-k", ON_DEVICE, "tests/exchange/test_one_shot.py"),),
     (

@@ -81,6 +81,9 @@ class Stream:
     def query(self) -> bool:
         return True
 
+    def record_event(self) -> fake_device.Event:
+        return fake_device.Event()
+
 
 def set_sync_debug_mode(mode: str | int) -> None:
     fake_device.host_may_wait = mode in ("default", 0)

@@ -89,6 +89,23 @@ def test_logits_are_synchronized_on_the_device(cuda: torch.device) -> None:
     run_ranks(generate_with_synchronized_logits, 2, tokens, timeout=SECONDS)
 
 
+def generate_with_far_keys(rank: int, world_size: int, tokens: Tensor) -> None:
+    layout, far = BlockCyclic(world_size, 4), {"far": "cpu", "near_tokens": 6}
+    model = hf.enable(model_on_device("llama", "enabled"), layout=layout, **far)
+    cache = hf.TreeCache(model.config, layout=layout, growth=4, **far)
+    arguments = CASES["chunks"] | {CACHE_NAME: cache}
+    assert torch.equal(model.generate(**prompts_on_device(), **arguments).cpu(), tokens)
+    assert all(layer.dropped > 0 and layer.key_rows.is_cuda for layer in cache.layers)
+    hf.enable(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_far_keys(world_size: int, cuda: torch.device) -> None:
+    """Older keys are in the host's memory, to which the CPU attends."""
+    tokens = plain_tokens("llama", CASES["chunks"])
+    run_ranks(generate_with_far_keys, world_size, tokens, timeout=SECONDS)
+
+
 # Rows of as many columns as DeepSeek's.
 LATENTS = {
     "dtype": torch.bfloat16, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64,
