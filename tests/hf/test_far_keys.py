@@ -32,6 +32,7 @@ from hf_families import make_model as make_family
 from hf_models import VOCAB_SIZE, make_model, make_prompts
 from rounded_caches import rounded_cache
 from tree_attention import BlockCyclic, ExchangeError, hf
+from tree_attention.exchange import Communicator
 from tree_attention.hf import CACHE_NAME, parts
 from tree_attention.hf.cache import far, memory
 from tree_attention.hf.cache.growing import CROP_KEEPS
@@ -44,6 +45,7 @@ LONG = greedy(22)  # in a world of two enough to move what a prompt in one pass 
 FAR: dict[str, Any] = {"far": "cpu", "near_tokens": 6}
 CASES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
+    "long": LONG,
     "chunks": GREEDY | {"prefill_chunk_size": 7},
     "beams": GREEDY | {"num_beams": 3, "prefill_chunk_size": 7},
     "sequences": GREEDY | {"num_beams": 4, "num_return_sequences": 2, "prefill_chunk_size": 9},
@@ -494,3 +496,73 @@ def test_a_cache_for_a_model_that_splits_prompts(rank: int, world_size: int) -> 
                 **on_device(make_prompts()), **GREEDY, **{CACHE_NAME: new_cache(model, world_size)}
             )
         leave_device()
+
+
+def generate_on_some_gpus(
+    rank: int,
+    world_size: int,
+    name: str,
+    case: str,
+    gpus: tuple[int, ...],
+    strategy: str,
+    tokens: Tensor,
+) -> None:
+    model, prompts = make(name), long_prompts(world_size)
+    with ExitStack() as stack:
+        if rank in gpus:
+            stack.enter_context(small_sizes())
+            model, prompts = model.to("cuda"), on_device(prompts)
+            model.tie_weights()  # which the fake device has untied
+        comm, layout = Communicator(), BlockCyclic(world_size, 4)
+        hf.enable(model, comm, layout, strategy=strategy, **FAR)  # type: ignore[arg-type]
+        cache = hf.TreeCache(model.config, comm, layout, growth=4, strategy=strategy, **FAR)
+        found = model.generate(**prompts, **CASES[case], **{CACHE_NAME: cache})
+        assert found.device == model.device and torch.equal(found.cpu(), tokens)
+        assert comm.bytes_sent > 0
+        for layer in far_layers(cache):
+            assert layer.device == model.device and (layer.dropped > 0) == (rank in gpus)
+        # Another text in the same cache, which generate does not make.
+        cache.reset()
+        assert torch.equal(model.generate(**prompts, **CASES[case]).cpu(), tokens)
+
+
+@pytest.mark.parametrize(
+    "name, case, world_size, gpus, strategy",
+    tiers(
+        [("llama", "long", 2, (0,), "auto"), ("gemma2", "chunks", 3, (1, 2), "two_phase")],
+        [
+            ("llama", "beams", 2, (1,), "auto"),
+            ("llama", "chunks", 3, (2,), "three_allreduce"),
+            ("gpt_oss", "long", 2, (0,), "butterfly"),
+        ],
+    ),
+)
+def test_ranks_of_which_some_have_a_gpu(
+    name: str, case: str, world_size: int, gpus: tuple[int, ...], strategy: str
+) -> None:
+    """Also layers with a window, whose states are of another call."""
+    arguments = {key: x for key, x in CASES[case].items() if key != "prefill_chunk_size"}
+    tokens = make(name).generate(**long_prompts(world_size), **arguments)
+    run_ranks(generate_on_some_gpus, world_size, name, case, gpus, strategy, tokens)
+
+
+@on_ranks(2)
+def test_ranks_of_which_none_has_a_gpu(rank: int, world_size: int) -> None:
+    model = hf.enable(make_model("llama"), **FAR)
+    with pytest.raises(ValueError, match=r"generate: far='cpu' .* keys on cpu; move it with"):
+        model.generate(**make_prompts(), **GREEDY)
+
+
+@on_ranks(2)
+def test_a_strategy_in_the_memory_of_gpus(rank: int, world_size: int) -> None:
+    """Refused on the rank with a GPU and on the one without."""
+    model, prompts = make_model("llama"), make_prompts()
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(small_sizes())
+            model, prompts = model.to("cuda"), on_device(prompts)
+            model.tie_weights()  # which the fake device has untied
+        hf.enable(model, Communicator(), strategy="one_shot", **FAR)
+        says = "one_shot is not available: tensors are on the cpu, not in the memory of a GPU"
+        with pytest.raises(ExchangeError, match=says):
+            model.generate(**prompts, **GREEDY)

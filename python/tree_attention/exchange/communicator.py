@@ -136,6 +136,7 @@ class Communicator:
         costs = self._resources.costs
         table = "none" if costs is None else costs.digest
         self._constants: Signature = (("nodes", self._nodes), (f"table of {COSTS_VARIABLE}", table))
+        self._meets_on_host = False
         self._queries = Queries()
         self._buffers, self._collectives = StateBuffers(), Collectives()
         self._num_small_calls = 0  # in a row
@@ -345,6 +346,11 @@ class Communicator:
         with self.begin(op, timeout) as call:
             return call.compare(signature, note)
 
+    def meet_on_host(self) -> None:
+        """Has states of all devices travel to the host and be merged there, for ranks of which some
+        have a GPU and some none. All ranks call it between the same two calls; it stays so."""
+        self._meets_on_host = True
+
     def abort(self, reason: str = "no reason given") -> None:
         """Ends the call under way, which raises ExchangeError, and refuses further ones.
 
@@ -426,6 +432,14 @@ class Communicator:
     ) -> tuple[Tensor, Tensor]:
         """Merges all ranks' `state` as `call`; the fields of `signature` must be equal on all."""
         layout, device = state.layout, state.device
+        if self._meets_on_host and device.type != "cpu":
+            host = torch.device("cpu")
+            there = self.state((*layout.shape, layout.head_dim), host, options.payload_dtype)
+            there.send.copy_(state.send)
+            queries = [x.to(host) for x in queries]
+            merged = self.merge(call, signature, there, options, queries, explain=explain)
+            o, lse = (x.to(device) for x in merged)
+            return o, lse
         outputs = self.outputs(call.op, layout, options, device)
 
         def exchange(deadline: float) -> None:

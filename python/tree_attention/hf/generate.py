@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from ..exchange import Communicator, ExchangeError, Signature, sentence
+from ..exchange import Communicator, ExchangeError, Note, Signature, sentence
 from ..shares import Shares
 from .cache.build import goes_on_from_states
+from .cache.far import check_device
 from .cache.shard import Shard
 from .cache.tree_cache import TreeCache
 from .cache.window import WindowLayer
@@ -211,6 +212,7 @@ def prepare_cache(
             f"generate: the cache has max_length {max_length}, and the prompt and the new "
             f"tokens need {num_slots} slots; make it larger, or max_new_tokens smaller"
         )
+    devices = {model.device.type}
     if setup.comm.world_size > 1:
         of_cache: Signature = (
             ("number of cached tokens", num_cached),
@@ -218,9 +220,12 @@ def prepare_cache(
             ("max_length of the cache", max_length),
             ("whether keys may be far", has_far_keys),
         )
-        setup.comm.agree(
-            _signature(setup, model, generation_config, of_cache), setup.shard.timeout, "generate"
-        )
+        signature = _signature(setup, model, generation_config, of_cache)
+        note: Note = {"device": model.device.type}
+        notes = setup.comm.agree(signature, setup.shard.timeout, "generate", note)
+        devices = {str(note["device"]) for note in notes}
+    if has_far_keys and devices == {"cpu"}:  # on the CPUs of all ranks
+        check_device("generate", model.device)
     if makes_cache:
         cache = model_kwargs[CACHE_NAME] = setup.new_cache()
         check_layers("generate", model, cache)
@@ -230,6 +235,8 @@ def prepare_cache(
     call.length = num_left_out + num_prompt - 1 if num_cached > 0 else None
     call.is_assisted = mode == GenerationMode.ASSISTED_GENERATION
     if cache is not None:
+        if len(devices) > 1:
+            cache.shard.comm.meet_on_host()
         _make_room_for_hole(cache, hole, num_slots)
         for layer in cache.kv_layers:
             layer.keeps_last_pass = call.is_assisted

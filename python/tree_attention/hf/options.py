@@ -35,7 +35,8 @@ class CacheOptions(TypedDict, total=False):
             weights whole.
         far: "cpu" keeps the keys of older tokens of a model on a GPU in the host's memory, where
             the CPU attends to them while the GPU attends to the others (docs/gpu.md, not yet run on
-            a GPU). All ranks give it. Not with `max_length` or `deterministic`, for latents or an
+            a GPU). All ranks give it, also those without a GPU, whose keys are all in the host's
+            memory. Not with `max_length` or `deterministic`, for latents or an
             index that chooses keys; layers with a sliding window or a state stay on the GPU.
             Prompts are "replicated". None: all keys are where the model is.
         near_tokens: with `far`, of how many of the newest tokens, all ranks' together, the keys

@@ -170,7 +170,8 @@ class HostPages:
 class FarLayer(TreeCacheLayer):
     """The keys and values of one layer on a GPU, whose older slots this rank keeps on the host.
 
-    The host has the local slots up to `dropped`, with which the buffers on the device begin.
+    The host has the local slots up to `dropped`, with which the buffers on the device begin. A rank
+    without a GPU among others with one keeps all slots as other layers do.
     """
 
     def __init__(
@@ -190,10 +191,11 @@ class FarLayer(TreeCacheLayer):
                 "TreeCache: far='cpu' is not supported in a compiled forward pass, as the host "
                 "computes a part of attention; call the model without torch.compile"
             )
-        check_device("TreeCache", key_states.device)
+        if self.shard.world_size == 1:
+            check_device("TreeCache", key_states.device)
         super()._prepare(key_states, value_states)
         # Of each text, as a cache is used again after an error or a reset.
-        if self.length == 0:
+        if self.length == 0 and self.is_on_gpu:
             self._check_host(key_states.dtype)
 
     def _check_host(self, dtype: torch.dtype) -> None:
@@ -210,7 +212,14 @@ class FarLayer(TreeCacheLayer):
         """The local slots that will be far at the length for which room was reserved."""
         return max(0, self.reserved - self.shard.most(self.near_tokens))
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """False on a rank without one, whose keys are all in the host's memory."""
+        return self.device.type != "cpu"
+
     def capacity(self, num_slots: int) -> int:
+        if not self.is_on_gpu:
+            return super().capacity(num_slots)
         # The nearest tokens, pages on their way, and what comes until they have arrived.
         most = self.shard.most(self.near_tokens) + 2 * self.host.page_size
         return max(num_slots + self.growth, min(self.reserved, most))
@@ -218,6 +227,9 @@ class FarLayer(TreeCacheLayer):
     def grow(self, num_slots: int) -> None:
         """Makes room for the first `num_slots` local slots by what is on the host already, and
         begins to move what is no longer near."""
+        if not self.is_on_gpu:
+            super().grow(num_slots)
+            return
         self.host.wait()
         dropped, length = self.host.count, self.length
         used = slice(dropped - self.dropped, self.shard.count(length) - self.dropped)
