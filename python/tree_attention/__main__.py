@@ -81,7 +81,7 @@ def is_of_ranks(error: RuntimeError) -> bool:
 
 
 def is_of_memory(error: RuntimeError) -> bool:
-    """True for the error of a cache that finds no memory."""
+    """True for the error of a cache, or of weights, for which there is no memory."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 

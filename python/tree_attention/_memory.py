@@ -36,12 +36,13 @@ def free_bytes(device: "torch.device") -> int | None:
 def shared_bytes(*, with_swap: bool = True) -> int | None:
     """The bytes of the host's memory that the processes of this one's control group can still
     allocate together, or None where nobody knows."""
-    found: list[int] = []
+    found, swap = list[int](), 0
     with suppress(OSError, ValueError, KeyError):
         lines = dict(x.split(":") for x in Path("/proc/meminfo").read_text().splitlines())
-        kinds = ("MemAvailable", "SwapFree")[: 1 + with_swap]
-        found.append(sum(int(lines[kind].split()[0]) << 10 for kind in kinds))
-    return min([*found, *left_in_groups()], default=None)
+        available, swap = (int(lines[x].split()[0]) << 10 for x in ("MemAvailable", "SwapFree"))
+        swap *= with_swap
+        found.append(available + swap)
+    return min([*found, *left_in_groups(swap)], default=None)
 
 
 def pool_name() -> str | None:
@@ -63,17 +64,19 @@ def _groups() -> str:
     return Path("/proc/self/cgroup").read_text()
 
 
-def left_in_groups() -> list[int]:
+def left_in_groups(swap: int = 0) -> list[int]:
     """The bytes that the memory limits of this process's control groups leave, as in a container;
-    none where there is no limit."""
+    none where there is no limit. Of so many bytes of swap they have what their limits of it leave.
+    """
     try:
-        return _left_in_groups(_groups(), Path("/sys/fs/cgroup"))
+        return _left_in_groups(_groups(), Path("/sys/fs/cgroup"), swap)
     except (OSError, ValueError, KeyError):
         return []
 
 
-def _left_in_groups(memberships: str, root: Path) -> list[int]:
-    """Those of its group in version 2 of cgroups, and of each group that this one is in."""
+def _left_in_groups(memberships: str, root: Path, swap: int = 0) -> list[int]:
+    """The bytes that are left in the group of version 2 of cgroups that a process is a member of,
+    and in each group around it."""
     (own,) = (line[3:] for line in memberships.splitlines() if line.startswith("0::"))
     group, found = root / own.lstrip("/"), list[int]()
     while group.is_relative_to(root):
@@ -82,9 +85,18 @@ def _left_in_groups(memberships: str, root: Path) -> list[int]:
             pages = dict(x.split() for x in (group / "memory.stat").read_text().splitlines())
             # Pages of files are given up for others, as MemAvailable counts them.
             files = int(pages["active_file"]) + int(pages["inactive_file"])
-            found.append(max(0, int(most) - int((group / "memory.current").read_text()) + files))
+            left = int(most) - int((group / "memory.current").read_text()) + files
+            found.append(max(0, left) + _swap_left(group, swap))
         group = group.parent
     return found
+
+
+def _swap_left(group: Path, swap: int) -> int:
+    """What a group may have of so many bytes of swap: all, if the system does not limit swap."""
+    limit = group / "memory.swap.max"
+    if not limit.exists() or (most := limit.read_text().strip()) == "max":
+        return swap
+    return min(swap, max(0, int(most) - int((group / "memory.swap.current").read_text())))
 
 
 def in_words(num_bytes: float) -> str:

@@ -7,7 +7,7 @@ As a program it prints the page by itself, without the site: it needs numpy and 
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ HEAD = """<!doctype html>
 
 
 def dense() -> dict[str, dict[str, Any]]:
-    """Return the numbers of the named models for which the page has arithmetic: no experts and no
-    latents."""
+    """Return the numbers of the named models for which the page has arithmetic: layers that all
+    keep keys and values of the whole context, and no experts."""
     return {
         name: {**asdict(model), "attention": asdict(attention), "weights": asdict(model.weights)}
         for name, model in models.NAMED.items()
         for attention in model.attention
-        if not model.weights.experts and not attention.latent
+        if model.attention == (replace(attention, window=None, latent=None, index=None),)
+        and not (model.weights.experts or model.states_bytes)
     }
 
 

@@ -11,11 +11,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from tree_attention.__main__ import main
-from tree_attention.cli.checkpoint import load
+from tree_attention.cli.checkpoint import damages_named, load
 
 WEIGHT = "model.layers.{}.mlp.down_proj.weight"
 
@@ -185,3 +186,8 @@ def test_a_model_that_cannot_be_quantised(
         error = capsys.readouterr().err.splitlines()[-1]
         begin = f"generate: {' '.join(options[:2])}: from_pretrained: BloomForCausalLM cannot be"
         assert error.startswith(begin), error
+
+
+def test_memory_is_no_damage_of_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"^1 GiB is free$"), damages_named(tmp_path):
+        raise torch.OutOfMemoryError("1 GiB is free")

@@ -279,6 +279,10 @@ def test_far_keys_of_a_checkpoint(checkpoint: Path, capsys: pytest.CaptureFixtur
         (["--hosts", "costs.json"], "--far cpu is for equal GPUs with a host each: give one --mac"),
         (["--machine", "h100", "--near-tokens", "0"], "--near-tokens must be a whole number of to"),
         (["--machine", "h100", "--near-tokens", "x"], "--near-tokens must be a whole number of to"),
+        (
+            ["--machine", "h100", "--model", "glm-4.7-flash"],
+            "--model: far keys are not supported with latents, as ",
+        ),
     ],
 )
 def test_mistakes_with_far_keys(

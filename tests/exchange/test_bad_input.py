@@ -30,6 +30,7 @@ from tree_attention import (
     strategies,
     tree_decode,
 )
+from tree_attention.exchange import Note, on_every_rank
 from tree_attention.exchange.agreement import signatures
 from tree_attention.exchange.agreement.self_test import merge_digest
 from tree_attention.exchange.notes import sentence
@@ -193,6 +194,19 @@ def test_garbage_in_the_store(content: bytes) -> None:
         assert "rank 1" in message and "Traceback" not in message
         if content != b"{}":
             assert "the store of the process group holds" in message
+
+
+@on_ranks(2)
+def test_a_note_that_cannot_be_made(rank: int, world_size: int) -> None:
+    """No rank waits for it."""
+
+    def note(result: None) -> Note:
+        if rank == 1:
+            raise OSError("no such device")
+        return {}
+
+    with pytest.raises(OSError if rank == 1 else ExchangeError, match="no such device"):
+        on_every_rank("test", Communicator(), 30.0, lambda: ((), None), note)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

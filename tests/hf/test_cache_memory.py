@@ -122,6 +122,9 @@ def test_memory_limits_of_a_container_count(tmp_path: Path) -> None:
     (tmp_path / "pod/own/memory.max").write_text("100\n")
     (tmp_path / "pod/own/memory.current").write_text("7000\n")
     assert _memory._left_in_groups("0::/pod/own\n", tmp_path) == [0, 3800]
+    (tmp_path / "pod/memory.swap.max").write_text("700\n")
+    (tmp_path / "pod/memory.swap.current").write_text("200\n")
+    assert _memory._left_in_groups("0::/pod/own\n", tmp_path, 2000) == [2000, 4300]
 
 
 def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

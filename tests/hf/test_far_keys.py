@@ -514,7 +514,8 @@ def generate_on_some_gpus(
             model, prompts = model.to("cuda"), on_device(prompts)
             model.tie_weights()  # which the fake device has untied
         comm, layout = Communicator(), BlockCyclic(world_size, 4)
-        hf.enable(model, comm, layout, strategy=strategy, **FAR)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"strategy": strategy, "synchronize_logits": True, **FAR}
+        hf.enable(model, comm, layout, **options)
         cache = hf.TreeCache(model.config, comm, layout, growth=4, strategy=strategy, **FAR)
         found = model.generate(**prompts, **CASES[case], **{CACHE_NAME: cache})
         assert found.device == model.device and torch.equal(found.cpu(), tokens)
@@ -551,6 +552,21 @@ def test_ranks_of_which_none_has_a_gpu(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), **FAR)
     with pytest.raises(ValueError, match=r"generate: far='cpu' .* keys on cpu; move it with"):
         model.generate(**make_prompts(), **GREEDY)
+
+
+@on_ranks(2)
+def test_samples_on_a_gpu_and_on_none(rank: int, world_size: int) -> None:
+    model, prompts = make_model("llama"), make_prompts()
+    with ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(small_sizes())
+            model, prompts = model.to("cuda"), on_device(prompts)
+            model.tie_weights()  # which the fake device has untied
+        hf.enable(model, Communicator(), **FAR)
+        with pytest.raises(
+            ExchangeError, match=r"kind of device \(CPUs and GPUs draw other random"
+        ):
+            model.generate(**prompts, **GREEDY | {"do_sample": True})
 
 
 @on_ranks(2)

@@ -237,7 +237,8 @@ def test_far_keys_need_room_on_both() -> None:
     near = replace(FAR, model=MODEL.with_far_keys(1 << 20), work=Work(1 << 20))
     assert near.split(WHOLE).host_bytes == 0 and near.refusal(WHOLE) == "no room"
     assert near.verdicts() == [
-        "No form has room for the keys, near ones on the GPU and far ones on its host."
+        "No form of this library has room for weights and near keys on the GPUs and for far keys "
+        "on their hosts."
     ]
     short = replace(FAR, work=Work(16 << 10))
     assert short.verdicts() == ["No key is far: the context is not longer than the near tokens."]

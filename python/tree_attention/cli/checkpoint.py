@@ -124,12 +124,14 @@ def pad_token(tokenizer: Any) -> int | None:
 @contextmanager
 def damages_named(path: Path) -> Iterator[None]:
     """Turns errors of loading into one sentence with the name of the checkpoint. Errors of other
-    ranks, and of models that cannot be split, stay as they are."""
+    ranks, of models that cannot be split, and of memory stay as they are."""
     try:
         yield
     except Exception as error:  # damaged files are errors of every kind, of three libraries
+        from torch import OutOfMemoryError
+
         from ..weights.plan import CannotSplitError  # needs transformers, which is there now
 
-        if isinstance(error, ExchangeError | CannotSplitError):
+        if isinstance(error, ExchangeError | CannotSplitError | OutOfMemoryError):
             raise
         raise UsageError(f"the checkpoint in {path} does not load: {sentence(error)}") from error

@@ -497,8 +497,10 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
     # Prompts are split over ranks only if each has all weights.
     can_split = arguments.weights != "replicated" and arguments.prefill != "split"
     scheme = None if arguments.weight_dtype == "auto" else arguments.weight_dtype
-    # Where transformers reads weights of 8 or 4 bits, it needs another package for it.
-    is_own = world.size == 1 and arguments.attention == "tree_attention" and is_quantised(path)
+    # Where transformers reads weights of 8 or 4 bits, it needs another package for it. On a GPU it
+    # keeps them so, and 16 bits may find no room.
+    is_own = world.size == 1 and arguments.attention == "tree_attention" and device.type == "cpu"
+    is_own = is_own and is_quantised(path)
     if (world.size > 1 and can_split) or scheme is not None or is_own:
         try:
             # Each process must get the heads that are its own wherever several share a cache.

@@ -351,6 +351,10 @@ class Communicator:
         have a GPU and some none. All ranks call it between the same two calls; it stays so."""
         self._meets_on_host = True
 
+    def meeting_device(self, device: torch.device) -> torch.device:
+        """The device on which this rank's tensors of `device` meet those of the others."""
+        return torch.device("cpu") if self._meets_on_host else device
+
     def abort(self, reason: str = "no reason given") -> None:
         """Ends the call under way, which raises ExchangeError, and refuses further ones.
 
@@ -432,8 +436,7 @@ class Communicator:
     ) -> tuple[Tensor, Tensor]:
         """Merges all ranks' `state` as `call`; the fields of `signature` must be equal on all."""
         layout, device = state.layout, state.device
-        if self._meets_on_host and device.type != "cpu":
-            host = torch.device("cpu")
+        if (host := self.meeting_device(device)) != device:
             there = self.state((*layout.shape, layout.head_dim), host, options.payload_dtype)
             there.send.copy_(state.send)
             queries = [x.to(host) for x in queries]
@@ -651,11 +654,12 @@ def on_every_rank(
     notes that `note_of` makes of the results of all ranks, in rank order."""
     try:
         signature, result = run()
+        note = note_of(result)
     except Exception as error:
         with suppress(ExchangeError):  # the others have it from this rank, and this one its own
             comm.agree((("outcome", sentence(error)),), timeout, op)
         raise
-    notes = comm.agree((("outcome", "success"), *signature), timeout, op, note_of(result))
+    notes = comm.agree((("outcome", "success"), *signature), timeout, op, note)
     return result, notes
 
 

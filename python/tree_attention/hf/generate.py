@@ -235,7 +235,7 @@ def prepare_cache(
     call.length = num_left_out + num_prompt - 1 if num_cached > 0 else None
     call.is_assisted = mode == GenerationMode.ASSISTED_GENERATION
     if cache is not None:
-        if len(devices) > 1:
+        if has_far_keys and len(devices) > 1:
             cache.shard.comm.meet_on_host()
         _make_room_for_hole(cache, hole, num_slots)
         for layer in cache.kv_layers:
@@ -445,6 +445,10 @@ def _signature(
         *model_signature("model", model),
         ("assistant_model", describe(assistant)),
         *of_assistant,
+        (
+            "kind of device (CPUs and GPUs draw other random numbers)",
+            model.device.type if generation_config.do_sample else None,
+        ),
         (
             "digest of the random state (see seed_ranks)",
             describe(random_states) if generation_config.do_sample else None,

@@ -81,7 +81,8 @@ class SynchronizeLogits(LogitsProcessor):
 def _of_first_rank(comm: Communicator, tensor: Tensor, seconds: float) -> Tensor:
     if comm.world_size == 1:
         return tensor
-    message = tensor.clone(memory_format=torch.contiguous_format)
+    device = comm.meeting_device(tensor.device)
+    message = tensor.to(device, copy=True, memory_format=torch.contiguous_format)
     signature = (("dtype and shape", f"{tensor.dtype} {list(tensor.shape)}"),)
     link = comm.link
 
@@ -91,4 +92,4 @@ def _of_first_rank(comm: Communicator, tensor: Tensor, seconds: float) -> Tensor
 
     with comm.begin("broadcast", seconds) as call:
         call.run(signature, run)
-    return message
+    return message.to(tensor.device)

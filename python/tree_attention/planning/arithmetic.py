@@ -454,7 +454,10 @@ class Plan:
         able = [form for form in FORMS if not self.refusal(form)]
         form = min(able, key=self._token_seconds, default=None)
         if form is None:
-            return ["No form has room for the keys, near ones on the GPU and far ones on its host."]
+            return [
+                "No form of this library has room for weights and near keys on the GPUs and for "
+                "far keys on their hosts."
+            ]
         split, machine = self.split(form), self.hosts.machine
         if split.host_bytes == 0:
             return ["No key is far: the context is not longer than the near tokens."]

@@ -156,7 +156,16 @@ class Model:
     near_tokens: int | None = None
 
     def with_far_keys(self, near_tokens: int) -> Model:
-        """The model with the keys of older tokens on the host."""
+        """The model with the keys of older tokens on the host.
+
+        Raises:
+            ValueError: they cannot move there, as `hf.enable` says, too.
+        """
+        if any(layers.latent or layers.index for layers in self.attention):
+            what = "an index that chooses keys" if self.attention[0].index else "latents"
+            raise ValueError(
+                f"far keys are not supported with {what}, as {self.name} has; leave --far out"
+            )
         why = self.prompts_not_split or "with far keys every rank reads the whole prompt"
         return replace(self, near_tokens=near_tokens, prompts_not_split=why)
 

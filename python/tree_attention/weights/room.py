@@ -58,7 +58,7 @@ def check_room(
                 f"from_pretrained: the weights of {type(model).__name__} need "
                 f"{in_words(num_bytes)} of {place}{where}, and {in_words(free)} are free; "
                 f"{_fewer_bits(model, weights, device)}split them over ranks on more hosts, or "
-                "take a host with more memory"
+                f"take a {'host' if device.type == 'cpu' else 'GPU'} with more memory"
             )
 
 
