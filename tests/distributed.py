@@ -72,10 +72,20 @@ def start_process(rank: int, fn: Callable[..., Any], *args: Any) -> BaseProcess:
     interrupts."""
     path = os.environ.get("PYTHONPATH")
     process = _context.Process(target=_call, args=(path, fn, *args), daemon=True)
-    connect = _running_server(rank).connect_to_new_process
+    try:
+        _start(process, _running_server(rank, _folder))
+    except (ConnectionError, FileNotFoundError, EOFError):
+        # The server has ended. A process that is killed while it asks for a rank ends it for all.
+        # To ask whether it lives, by a connection that sends nothing, would end it too.
+        del _servers[_hash_seed(rank)]
+        _start(process, _running_server(rank, None))
+    return process
+
+
+def _start(process: BaseProcess, server: forkserver.ForkServer) -> None:
+    connect = server.connect_to_new_process
     with mock.patch.object(forkserver, "connect_to_new_process", connect):
         process.start()
-    return process
 
 
 def _call(path: str | None, fn: Callable[..., Any], *args: Any) -> None:
@@ -87,8 +97,13 @@ def _call(path: str | None, fn: Callable[..., Any], *args: Any) -> None:
     fn(*args)
 
 
-def _running_server(rank: int) -> forkserver.ForkServer:
-    seed = rank % _NUM_SERVERS + 1
+def _hash_seed(rank: int) -> int:
+    return rank % _NUM_SERVERS + 1
+
+
+def _running_server(rank: int, folder: Path | None) -> forkserver.ForkServer:
+    """The server of `rank`, which the processes that name `folder` share."""
+    seed = _hash_seed(rank)
     if seed not in _servers:
         _servers[seed] = forkserver.ForkServer()
         _servers[seed].set_forkserver_preload(_preloaded)
@@ -98,10 +113,10 @@ def _running_server(rank: int) -> forkserver.ForkServer:
     path = os.pathsep.join(sys.path)
     with mock.patch.dict(os.environ, PYTHONHASHSEED=str(seed), PYTHONPATH=path):
         os.environ.pop("TREE_ATTENTION_COSTS", None)
-        if _folder is None or _servers[seed]._forkserver_address is not None:
+        if folder is None or _servers[seed]._forkserver_address is not None:
             _servers[seed].ensure_running()
         else:
-            _start_or_join(_servers[seed], _folder, seed)
+            _start_or_join(_servers[seed], folder, seed)
     return _servers[seed]
 
 
@@ -112,8 +127,9 @@ def _start_or_join(server: forkserver.ForkServer, folder: Path, seed: int) -> No
         fcntl.flock(notes, fcntl.LOCK_EX)
         notes.seek(0)
         if text := notes.read():
-            starter, alive, found, key = json.loads(text)
-            with suppress(OSError):  # the starter has ended
+            # The starter has ended, or was killed while it wrote.
+            with suppress(OSError, ValueError):
+                starter, alive, found, key = json.loads(text)
                 # The server lives as long as this pipe has a writer.
                 server._forkserver_alive_fd = os.open(f"/proc/{starter}/fd/{alive}", os.O_WRONLY)
                 server._forkserver_address = found
@@ -223,7 +239,7 @@ class _World:
         self.processes: list[BaseProcess] = []
         self.pipes: list[Connection] = []
         for rank in range(world_size if hash_seed is None else 0):
-            _running_server(rank)  # all import at the same time
+            _running_server(rank, _folder)  # all import at the same time
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
             if hash_seed is None:
