@@ -45,7 +45,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(far_keys, "CHUNK", 512)
     monkeypatch.setattr(far_keys, "SECONDS", 0.0)
     monkeypatch.setattr(machine, "environment", lambda: {"gpu": "none"})
-    # Whose tensors the fake device has no slices of.
+    # The fake device cannot slice inference tensors.
     monkeypatch.setattr(torch, "inference_mode", lambda mode=True: nullcontext())
     monkeypatch.setattr(torch, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "default_stream", Stream)
@@ -59,7 +59,6 @@ def test_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert far_keys.main(["--out", str(tmp_path)]) == 0
     written: Any = json.loads((tmp_path / "far_keys_cuda.json").read_text())
     (row,) = written["rows"]
-    # Whole pages of 1,024 tokens.
     assert row["far tokens"] >= 2048 and row["far tokens"] % 1024 == 0  # whole pages
     assert row["difference of logits"] < far_keys.TOLERANCE
     assert set(row["times"]) == {"step", "GPU's part", "host's part", "offloaded cache"}

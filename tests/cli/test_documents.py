@@ -402,7 +402,7 @@ main(sys.argv[1:])
 def test_a_prepare_that_was_killed_leaves_no_document(
     checkpoint: Path, document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or the one before; the next one removes what was left."""
+    """If there was a document, it stays. The next prepare removes unfinished files."""
     file, new, old = tmp_path / "text.txt", tmp_path / "new", tmp_path / "old"
     file.write_text(TEXT + "More.")
     shutil.copytree(document, old)

@@ -36,7 +36,7 @@ def test_the_tokens_are_those_without_far_keys(checkpoint: Path, tmp_path: Path)
         return made[-1]
 
     TreeCache = hf.TreeCache
-    # Of whose tensors the fake device has no slices.
+    # The fake device cannot slice inference tensors.
     plain = mock.patch.object(torch, "inference_mode", lambda mode=True: nullcontext())
     of_gpu = mock.patch(
         "tree_attention.cli.world.choose_device", lambda name: torch.device("cuda", 0)
