@@ -15,13 +15,16 @@ from benchmarks.harness.published_shapes import SHAPES
 from benchmarks.harness.results import number, read_table
 from test_figures import (
     HOSTS,
+    LAN,
     NUMBER,
     ONE,
+    OURS_ON_TWO,
     PASS_Q,
     ROOT,
     TOKEN,
     TREE,
     TWO,
+    VLLM_ON_TWO,
     rounds_to,
     scaling,
     value,
@@ -171,8 +174,8 @@ def throughput(batch: int, context: int = 4096) -> Callable[[], float]:
     return lambda: bracket(serving(batch, "ours, TP 2, DCP 2", "new tokens/s", context))
 
 
-def on_hosts(engine: str, column: str) -> Callable[[], float]:
-    return lambda: value("two_hosts", {"link": "0.1ms,10gbit", "engine": engine}, column)
+def on_hosts(engine: str, column: str, link: str = LAN) -> Callable[[], float]:
+    return lambda: value("two_hosts", {"link": link, "engine": engine}, column)
 
 
 def faster_hosts(other: str, ours: str = "ours, two hosts") -> float:
@@ -267,6 +270,18 @@ def glm(ranks: int, form: str | None = None) -> Split:
 
 def token_ms(split: Split) -> float:
     return 1e3 * split.token_seconds(CPU_HOSTS).total
+
+
+def prompt_minutes(split: Split) -> float:
+    return split.prefill_seconds(CPU_HOSTS).total / 60
+
+
+def enough_tokens() -> float:
+    """New tokens after which four hosts that split tokens have caught up with tensor parallelism,
+    which reads the prompt of GLM-4.7-Flash faster."""
+    ours, theirs = glm(4), glm(4, TENSOR)
+    lost = 60e3 * (prompt_minutes(ours) - prompt_minutes(theirs))
+    return lost / (token_ms(theirs) - token_ms(ours))
 
 
 def eight_h100(form: str) -> dict[str, float]:
@@ -369,8 +384,15 @@ VALUES: dict[str, Callable[[], float]] = {
     "front.glm_tensor_gb": lambda: glm(4, TENSOR).cache_bytes / 1e9,
     "front.glm_ours_gb": lambda: glm(4).cache_bytes / 1e9,
     "front.glm_held_gb": lambda: glm(4).held_bytes / 1e9,
-    "front.glm_ours_minutes": lambda: glm(4).prefill_seconds(CPU_HOSTS).total / 60,
-    "front.glm_tensor_minutes": lambda: glm(4, TENSOR).prefill_seconds(CPU_HOSTS).total / 60,
+    "front.glm_ours_minutes": lambda: prompt_minutes(glm(4)),
+    "front.glm_tensor_minutes": lambda: prompt_minutes(glm(4, TENSOR)),
+    "front.glm_gain_ms": lambda: token_ms(glm(4, TENSOR)) - token_ms(glm(4)),
+    "front.glm_enough": lambda: enough_tokens() / 1e3,
+    "front.glm_enable_gb": lambda: glm(4, PROMPTS).held_bytes / 1e9,
+    "front.glm_enable_ms": lambda: token_ms(glm(4, PROMPTS)),
+    "front.glm_enable_minutes": lambda: prompt_minutes(glm(4, PROMPTS)),
+    "front.glm_loaded_gb": lambda: glm(2, SPLIT).held_bytes / 1e9,
+    "front.glm_loaded_ms": lambda: token_ms(glm(2, SPLIT)),
     "front.one_ms": lambda: token_ms(Split(LLAMA_8B, WHOLE, 1, Work(128 << 10))),
     "front.families": families,
     "faq.glm_ours_ms": lambda: token_ms(glm(2)),
@@ -407,6 +429,16 @@ VALUES: dict[str, Callable[[], float]] = {
     "hosts.over_gloo": lambda: faster_hosts("vllm, two hosts"),
     "hosts.over_gloo_dcp": lambda: faster_hosts("vllm, two hosts", "ours, two hosts, DCP 2"),
     "hosts.over_one": lambda: faster_hosts("vllm, one host"),
+    **{
+        f"hosts.{speed}_{name}": on_hosts(engine, "between tokens ms", link)
+        for speed, link in (("fast", LAN), ("slow", "1ms,1gbit"))
+        for name, engine in (
+            ("one", "vllm, one host"),
+            ("two", VLLM_ON_TWO),
+            ("ours", OURS_ON_TWO),
+            ("dcp", f"{OURS_ON_TWO}, DCP 2"),
+        )
+    },
     "hosts.gib_one": on_hosts("vllm, one host", "GiB of a process"),
     "hosts.gib_two": on_hosts("ours, two hosts", "GiB of a process"),
     "hosts.first_two": on_hosts("ours, two hosts", "first request s"),
@@ -421,6 +453,13 @@ VALUES: dict[str, Callable[[], float]] = {
     "tree_2.mb_ring": of_two("ring", 1e6),
     "metro.least": lambda: min(over_reductions()),
     "metro.most": lambda: max(over_reductions()),
+    **{
+        f"metro.wire_{method}": lambda method=method: value(
+            "cluster_metro", {"case": "metro p=8 B=64 n=4", "method": method}, "bytes sent", 1.25e5
+        )
+        for method in ("two_phase", "all_gather")
+    },
+    "metro.formula_kb": lambda: 2 * 7 / 8 * state_kb(),
     "metro.three": lambda: value(
         "cluster_metro", {"case": "metro p=8 B=1 n=256", "method": "three_allreduce"}, "ms"
     ),

@@ -67,15 +67,16 @@ def test_numbers_about_the_measured_runs() -> None:
     latents, dense = planning.latent_rows(), planning.rows()
     missing = [float(row[4]) - float(row[5]) for row in latents]
     over = [float(row[4]) / float(row[5]) for row in latents]
-    over += [float(row[5]) / float(row[6]) for row in dense]
+    of_two = [float(row[5]) / float(row[6]) for row in dense]
     values = {
         "read": f"{machine.memory_bandwidth / 1e9:.1f}",
         "computed": f"{SUSTAINED * machine.arithmetic / 1e12:.2f}",
         "missing_4k": f"{missing[0]:.1f}",
         "missing_8k": f"{missing[1]:.1f}",
-        "longest": f"{max(over):.1f}",
+        "longest": f"{max(over + of_two):.1f}",
+        "longest_two": f"{max(of_two):.2f}",
     }
     marked = re.compile(r"([\d.]+)<!-- value: lab\.(\w+) -->")
     assert {name: number for number, name in marked.findall(PAGE)} == values
     for page in (README, TWO_SERVERS):
-        assert marked.findall(page) == [(values["longest"], "longest")]
+        assert marked.findall(page) == [(values[x], x) for x in ("longest", "longest_two")]
