@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""How much memory a process can still allocate."""
+"""The memory that a process can still allocate."""
 
 import os
 import resource
@@ -92,7 +92,7 @@ def _left_in_groups(memberships: str, root: Path, swap: int = 0) -> list[int]:
 
 
 def _swap_left(group: Path, swap: int) -> int:
-    """What a group may have of so many bytes of swap: all, if the system does not limit swap."""
+    """The part of so many bytes of swap that a group may have: all, if nothing limits its swap."""
     limit = group / "memory.swap.max"
     if not limit.exists() or (most := limit.read_text().strip()) == "max":
         return swap

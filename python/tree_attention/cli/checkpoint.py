@@ -49,7 +49,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def is_quantised(path: Path) -> bool:
-    """Whether a checkpoint has weights of 8 or 4 bits in a format of `hf.from_pretrained`."""
+    """True if a checkpoint has weights of 8 or 4 bits in a format of `hf.from_pretrained`."""
     from ..weights.checkpoint.formats import check_format
 
     with damages_named(path):

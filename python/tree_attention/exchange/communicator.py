@@ -347,8 +347,8 @@ class Communicator:
             return call.compare(signature, note)
 
     def meet_on_host(self) -> None:
-        """Has states of all devices travel to the host and be merged there, for ranks of which some
-        have a GPU and some none. All ranks call it between the same two calls; it stays so."""
+        """Lets states of all devices travel to the host and be merged there, for ranks of which
+        some have a GPU and some none. All ranks call it between the same two calls; it stays so."""
         self._meets_on_host = True
 
     def meeting_device(self, device: torch.device) -> torch.device:

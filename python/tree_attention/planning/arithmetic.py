@@ -52,7 +52,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class FarStep:
-    """What keys in the host's memory take in one new token of every sequence."""
+    """Time and bytes of keys in the host's memory in one new token of every sequence."""
 
     near: float  # seconds in which the GPU attends to its keys, in layers that have far ones
     far: float  # seconds in which the host attends to its own
@@ -450,7 +450,7 @@ class Plan:
         return sentences
 
     def _of_far_keys(self) -> list[str]:
-        """What keys in the host's memory take, in the fastest form that has some there."""
+        """Sentences on keys in the host's memory, in the fastest form that has some there."""
         able = [form for form in FORMS if not self.refusal(form)]
         form = min(able, key=self._token_seconds, default=None)
         if form is None:

@@ -99,7 +99,7 @@ class Loading:
         return ((DIGEST, self.digest), *kind)
 
     def note(self) -> Note:
-        """What `check_room` of any rank goes by."""
+        """The sizes by which `check_room` of every rank decides."""
         return note_of_room(self.model, self.made, self.weights, self.device)
 
     def check_room(self, notes: list[Note]) -> None:
@@ -125,8 +125,8 @@ def prepare(
     weights: str | None,
     check: Callable[[PreTrainedModel], object],
 ) -> Loading:
-    """What loads this rank's parts of a checkpoint; `check` is called with the whole model on the
-    meta device. No weights are read yet, and no memory is taken."""
+    """The loading of this rank's parts of a checkpoint; `check` is called with the whole model on
+    the meta device. No weights are read yet, and no memory is taken."""
     config, checkpoint = read_config(source)
     with torch.device("meta"):
         model: Any = model_of_text(
