@@ -17,7 +17,6 @@ from typing import Any
 from rich.console import Console
 
 from .._json import probe_file
-from ..planning.arithmetic import MAX_CONTEXT
 from .rank import is_launched, record_error
 
 # What ranks tell each other of Ctrl-C, inside a call (`Session.before_deadline`) and outside.
@@ -62,6 +61,9 @@ def argument_parser(command: str, description: str, *examples: str) -> argparse.
 
 def tokens_of(option: str, text: str) -> int:
     """Return a number of tokens: 131072, 128k, 1M or 1.5M, of 1,024 and 1,048,576 tokens."""
+    # Not above: with it comes numpy, which may be missing, and whose threads get signals of `run`.
+    from ..planning.arithmetic import MAX_CONTEXT
+
     parts = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.lower())
     tokens = float(parts[1]) * _UNITS[parts[2]] if parts else 0.0
     if not 1 <= tokens <= MAX_CONTEXT or not tokens.is_integer():
