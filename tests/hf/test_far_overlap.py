@@ -73,9 +73,9 @@ def finished_first(begin: Callable[..., Callable[[], Any]]) -> Callable[..., Cal
 
 
 # Bytes per second of the device and of the host. A far part has some 20 times as many bytes.
-@pytest.mark.parametrize("device, host", [(1e7, 5e8), (1e7, 2.5e8), (1e8, 2.5e8)])
-def test_the_shorter_part_takes_no_time(device: float, host: float) -> None:
-    with fake_cuda(), Timeline(device, host, bus=1e9) as timeline:
+@pytest.mark.parametrize("device_rate, host_rate", [(1e7, 5e8), (1e7, 2.5e8), (1e8, 2.5e8)])
+def test_the_shorter_part_takes_no_time(device_rate: float, host_rate: float) -> None:
+    with fake_cuda(), Timeline(device_rate, host_rate, bus=1e9) as timeline:
         steps = Steps(timeline)
         for _ in range(3):
             near, far_away, took = steps.take()
