@@ -77,8 +77,8 @@ class Loader {
   __device__ void enter_next_tile() {
     if (next_.next()) {
       if (!paged()) {
-        // Without this: the next tile has the keys of this one.
         const int keys = Config::kTileKeys << cluster_bits<Config>(params_);
+        // Without this: the next tile has the keys of this one.
         k_ += keys * params_.decode.k_stride[2];
         v_ += keys * params_.decode.v_stride[2];
       }
