@@ -13,14 +13,15 @@ from tree_attention import index_topk, lean_decode
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "last_level_cache_bytes", lambda: 1 << 16)
+    # Seven calls of transformers' layer take minutes without instructions for bfloat16.
+    monkeypatch.setattr(measure, "MIN_ROUNDS", 2)
     monkeypatch.setattr(chosen, "pin_threads", list)
     monkeypatch.setattr(chosen, "fma_peak", lambda: 1e9)
 
 
-@pytest.mark.timeout(900)  # products in bfloat16 are slow on CPUs without instructions for them
 def test_every_case_is_measured_and_right() -> None:
     threads = torch.get_num_threads()
-    report = chosen.measure(1024, 0.0, with_ranks=False)
+    report = chosen.measure(256, 0.0, with_ranks=False)
     torch.set_num_threads(threads)
     assert report.wrong == [] and len(report.rows) == len(chosen.INDEXES) + 4
     assert all(0 < row["error"] < 1e-2 for row in report.rows)
