@@ -498,6 +498,20 @@ def test_a_cache_for_a_model_that_splits_prompts(rank: int, world_size: int) -> 
         leave_device()
 
 
+@contextmanager
+def rank_with(
+    model: Any, prompts: dict[str, Tensor], *, is_on_gpu: bool
+) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+    """The model and the prompts of a rank with a GPU, or of one without."""
+    if not is_on_gpu:
+        yield model, prompts
+        return
+    with small_sizes():
+        model = model.to("cuda")
+        model.tie_weights()  # which the fake device has untied
+        yield model, on_device(prompts)
+
+
 def generate_on_some_gpus(
     rank: int,
     world_size: int,
@@ -507,12 +521,8 @@ def generate_on_some_gpus(
     strategy: str,
     tokens: Tensor,
 ) -> None:
-    model, prompts = make(name), long_prompts(world_size)
-    with ExitStack() as stack:
-        if rank in gpus:
-            stack.enter_context(small_sizes())
-            model, prompts = model.to("cuda"), on_device(prompts)
-            model.tie_weights()  # which the fake device has untied
+    both = make(name), long_prompts(world_size)
+    with rank_with(*both, is_on_gpu=rank in gpus) as (model, prompts):
         comm, layout = Communicator(), BlockCyclic(world_size, 4)
         options: dict[str, Any] = {"strategy": strategy, "synchronize_logits": True, **FAR}
         hf.enable(model, comm, layout, **options)
@@ -554,31 +564,19 @@ def test_ranks_of_which_none_has_a_gpu(rank: int, world_size: int) -> None:
         model.generate(**make_prompts(), **GREEDY)
 
 
+@pytest.mark.parametrize(
+    "strategy, do_sample, says",
+    [
+        ("one_shot", False, "one_shot is not available: tensors are on the cpu, not in the memory"),
+        ("auto", True, r"kind of device \(CPUs and GPUs draw other random numbers\)"),
+    ],
+)
 @on_ranks(2)
-def test_samples_on_a_gpu_and_on_none(rank: int, world_size: int) -> None:
-    model, prompts = make_model("llama"), make_prompts()
-    with ExitStack() as stack:
-        if rank == 0:
-            stack.enter_context(small_sizes())
-            model, prompts = model.to("cuda"), on_device(prompts)
-            model.tie_weights()  # which the fake device has untied
-        hf.enable(model, Communicator(), **FAR)
-        with pytest.raises(
-            ExchangeError, match=r"kind of device \(CPUs and GPUs draw other random"
-        ):
-            model.generate(**prompts, **GREEDY | {"do_sample": True})
-
-
-@on_ranks(2)
-def test_a_strategy_in_the_memory_of_gpus(rank: int, world_size: int) -> None:
-    """Refused on the rank with a GPU and on the one without."""
-    model, prompts = make_model("llama"), make_prompts()
-    with ExitStack() as stack:
-        if rank == 0:
-            stack.enter_context(small_sizes())
-            model, prompts = model.to("cuda"), on_device(prompts)
-            model.tie_weights()  # which the fake device has untied
-        hf.enable(model, Communicator(), strategy="one_shot", **FAR)
-        says = "one_shot is not available: tensors are on the cpu, not in the memory of a GPU"
+def test_refused_where_some_ranks_have_a_gpu(
+    rank: int, world_size: int, strategy: str, do_sample: bool, says: str
+) -> None:
+    """On the rank with a GPU and on the one without."""
+    with rank_with(make_model("llama"), make_prompts(), is_on_gpu=rank == 0) as (model, prompts):
+        hf.enable(model, Communicator(), strategy=strategy, **FAR)
         with pytest.raises(ExchangeError, match=says):
-            model.generate(**prompts, **GREEDY)
+            model.generate(**prompts, **GREEDY | {"do_sample": do_sample})

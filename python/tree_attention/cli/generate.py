@@ -499,8 +499,8 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
     scheme = None if arguments.weight_dtype == "auto" else arguments.weight_dtype
     # Where transformers reads weights of 8 or 4 bits, it needs another package for it. On a GPU it
     # keeps them so, and 16 bits may find no room.
-    is_own = world.size == 1 and arguments.attention == "tree_attention" and device.type == "cpu"
-    is_own = is_own and is_quantised(path)
+    is_alone = world.size == 1 and device.type == "cpu"
+    is_own = is_alone and arguments.attention == "tree_attention" and is_quantised(path)
     if (world.size > 1 and can_split) or scheme is not None or is_own:
         try:
             # Each process must get the heads that are its own wherever several share a cache.

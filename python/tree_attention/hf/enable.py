@@ -154,7 +154,7 @@ def check_enable(
     layout, prompt_shares = _by_shares(layout, shares, place.world_size, mesh, options)
     new_cache = functools.partial(TreeCache, model.config, place, layout, **options)
     cache = new_cache()  # refuses now what every call of generate would refuse
-    # Of several ranks some may have no GPU, and `generate` looks at all.
+    # Some ranks of several may have no GPU: `generate` then looks at all of them.
     if cache.has_far_keys and place.world_size == 1 and model.device.type != "meta":
         check_device("enable", model.device)
     chosen = _checked_prefill(prefill, cache, mesh)

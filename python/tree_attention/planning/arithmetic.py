@@ -336,7 +336,7 @@ class Split:
     def prefill_seconds(self, hosts: Hosts) -> Seconds:
         """Time of all sequences' prompts, of `work.context` tokens each, in chunks."""
         model, context, weights = self.model, self.work.context, self.model.weights
-        # Of a chunk's tokens a rank takes one part, and the one with the largest part a chunk.
+        # Each rank takes its part of a chunk. The largest part has the size of a chunk of one rank.
         is_dealt = self.form == PROMPTS
         parts, most = (self._parts_of(self.p), self._parts_of_largest) if is_dealt else (1, 1)
         size = int(most * self.work.chunk)

@@ -22,7 +22,7 @@ class Machine:
     link: str  # between ranks of one node, or between hosts of one rank
     multiprocessors: int = 0
     source: str = "data sheet"
-    # Of a measured machine; a data sheet does not have them.
+    # The next three are known of measured machines only: no data sheet has them.
     weights_bandwidth: float | None = None  # bytes of weights per second, in products with one row
     layer_seconds: float = 0.0  # of a layer for a token, beyond reading weights and keys
     # Operations for each byte of keys that memory_bandwidth was measured with, so that it has them.

@@ -162,7 +162,8 @@ class Model:
             ValueError: they cannot move there, as `hf.enable` says, too.
         """
         if any(layers.latent or layers.index for layers in self.attention):
-            what = "an index that chooses keys" if self.attention[0].index else "latents"
+            has_index = any(layers.index for layers in self.attention)
+            what = "an index that chooses keys" if has_index else "latents"
             raise ValueError(
                 f"far keys are not supported with {what}, as {self.name} has; leave --far out"
             )

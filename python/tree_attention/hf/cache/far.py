@@ -194,7 +194,7 @@ class FarLayer(TreeCacheLayer):
         if self.shard.world_size == 1:
             check_device("TreeCache", key_states.device)
         super()._prepare(key_states, value_states)
-        # Of each text, as a cache is used again after an error or a reset.
+        # Checked for each text, because a cache is used again after an error or a reset.
         if self.length == 0 and self.is_on_gpu:
             self._check_host(key_states.dtype)
 

@@ -95,7 +95,7 @@ def find_prefix(root: str | os.PathLike[str], tokens: Any) -> tuple[Path, int] |
             found.append((common, -len(saved), path))
     if not found:
         return None
-    # Of caches with equally long beginnings, take the one with the fewest further tokens, because
+    # If several beginnings are equally long, take the cache with the fewest further tokens, because
     # layers with a window can be cropped only so far.
     common, _, path = max(found, key=lambda each: each[:2])
     return path, common
