@@ -12,7 +12,7 @@ the host has waited for an event after the copy. Not imitated: what else streams
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
@@ -126,11 +125,30 @@ class Factories(TorchDispatchMode):
         return run(function, args, kwargs or {})
 
 
+def mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """What an operator takes or returns, with its tensors changed. torch's tree_map_only, which
+    knows every kind of container, takes longer than most of the operators here."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, (list, tuple)):
+        return type(values)([mapped(x, change) for x in values])
+    return values
+
+
 def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors: list[Tensor] = []
+
+    def on_host(x: Tensor) -> Tensor:
+        tensors.append(x)
+        return x.host if isinstance(x, DeviceTensor) else x
+
+    host_args, host_kwargs = (
+        mapped(args, on_host),
+        {k: mapped(x, on_host) for k, x in kwargs.items()},
+    )
     ours = {id(x.host): x for x in tensors if isinstance(x, DeviceTensor)}
     check_devices(function, args, tensors, bool(ours))
-    kwargs = {name: x for name, x in kwargs.items() if name != "pin_memory"}
+    host_kwargs.pop("pin_memory", None)
     device = kwargs.get("device")
     is_late = is_asynchronous(function, args, kwargs) and comes_to_host(function, args, device)
     if comes_to_host(function, args, device) and not is_late:
@@ -139,24 +157,22 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         copied.append((found[0], found[1].nbytes))
     if device is not None:
         on_device = is_cuda(device)
-        kwargs = kwargs | {"device": CPU if on_device else device}
+        host_kwargs["device"] = CPU if on_device else device
     elif function is aten.copy_.default:
         on_device = isinstance(args[0], DeviceTensor)
     else:
         on_device = bool(ours)
-    args, kwargs = tree_map_only(DeviceTensor, lambda x: x.host, (args, kwargs))
     if is_late:
-        return copy_later(function, args, kwargs)
+        return copy_later(function, host_args, host_kwargs)
     if function is aten._to_copy.default and device is not None:
-        kwargs.pop("device")  # or nothing would be copied
-        result = args[0].clone().to(**{k: v for k, v in kwargs.items() if k == "dtype"})
+        # With a device nothing would be copied.
+        dtype = {name: x for name, x in host_kwargs.items() if name == "dtype"}
+        result = host_args[0].clone().to(**dtype)
     else:
-        result = call(function, args, kwargs)
+        result = call(function, host_args, host_kwargs)
     if not on_device:
         return result
-    return tree_map_only(
-        Tensor, lambda x: ours[id(x)] if id(x) in ours else DeviceTensor(x), result
-    )
+    return mapped(result, lambda x: ours[id(x)] if id(x) in ours else DeviceTensor(x))
 
 
 def comes_to_host(function: Any, args: Any, device: Any) -> bool:
