@@ -12,8 +12,6 @@ import errno
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -409,8 +407,8 @@ def test_a_prepare_that_was_killed_leaves_no_document(
     wanted = alone(checkpoint, "Who?", tmp_path / "one.json")
     for out in (new, old):
         arguments = ["prepare", str(file), "--model", str(checkpoint), "--out", str(out)]
-        killed = subprocess.run([sys.executable, "-c", _KILLED, *arguments], check=False)
-        assert killed.returncode == -signal.SIGKILL
+        with started(arguments, 1, program=_KILLED) as ranks:
+            assert ranks.wait_for_end(0).status == -signal.SIGKILL
         names = {x.name for x in out.iterdir()} - {x.name for x in document.iterdir()}
         assert sorted(Path(name).suffix for name in names) == [".safetensors", ".tmp"]
     capsys.readouterr()

@@ -19,7 +19,7 @@ from tree_attention.__main__ import main
 from tree_attention.cli import calibration, generation, verification
 from tree_attention.cli.usage import plain_console, printable, shell_word
 from tree_attention.cli.world import World
-from tree_attention.exchange.auto.choose import CostTable, Measured
+from tree_attention.exchange.auto.choose import CostTable, Measured, MeasuredHost
 
 # Parts of paths: markup, a closing tag, spaces, quotes, an emoji code, a very long one, what a
 # shell expands.
@@ -48,7 +48,11 @@ def calibrated(out: Path) -> list[str]:
     """The lines that `calibrate` prints, piped, about the table that it has written."""
     console = plain_console(file=io.StringIO(), width=120)
     table = CostTable("gloo", (0, 1), (Measured("all_gather", 1024, 0.25),))
-    with mock.patch.object(calibration, "calibrate", lambda *_: table):
+    hosts = (MeasuredHost("a", 1e9, 1e9, 1e9, 1e9, 1e-4),)
+    with (
+        mock.patch.object(calibration, "calibrate", lambda *_: table),
+        mock.patch.object(calibration, "measure_all", lambda *_: (hosts, None)),
+    ):
         calibration.run(World(), torch.device("cpu"), 0.0, out, console)
     return console.file.getvalue().splitlines()
 
@@ -109,7 +113,7 @@ def test_errors_name_paths_as_they_were_typed(
 
 def test_a_plan_names_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
-    for word in WORDS:
+    for word in WORDS[::3]:
         transformers.LlamaConfig().save_pretrained(tmp_path / word)
         options = "--context=1k", "--ranks=1", "--machine=cpu"
         assert main(["plan", f"--model={tmp_path / word}", *options]) == 0
