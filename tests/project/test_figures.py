@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The figures in the tables of README.md, docs/measured.md and docs/parallelism.md are those of
-benchmarks/results.
+"""The figures in tables of measurements are those of benchmarks/results.
 
 `PAGES` says for every row of these tables, in order, which cells of which results it shows: our
-value, those beside it, and then how many times as long they take. When something was measured
-anew, the failing row says what it should show.
+value, the others', and then how many times as long these take. After a new measurement the failing
+row says what it should show. Words, and the order of columns of words, are free.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -91,6 +91,7 @@ SPLIT = "weights split, tensor_parallel_size 2"
 REPLICATED = "weights whole, prompt split"
 LAN, OURS_ON_TWO, VLLM_ON_TWO = "0.1ms,10gbit", "ours, two hosts", "vllm, two hosts"
 HOSTS = "metro p=8 B=1 n=65536"
+LEVELS = round(math.log2(8))
 TREE, PASS_Q = "auto: two_phase", "ring, passing queries"
 DYNAMIC, STATIC = "sdpa, DynamicCache", "sdpa, StaticCache"
 RAGGED = "B=8 ragged 1076-28930"
@@ -141,6 +142,26 @@ def shape(name: str) -> list[float]:
         for suffix in ("", ", int8", ", int4")
     ]
     return [x[0] for x in times[0]] + [x[1] for both in times for x in both]
+
+
+def strategy(name: str, steps: int, messages: int) -> list[float]:
+    """Of 8 hosts: steps and messages, which follow from the number of hosts, then kB of the rank
+    that sends most, and ms, of one sequence and of 64."""
+    cases = [f"metro p=8 B={batch} n={n}" for batch, n in ((1, 256), (64, 4))]
+    columns = ("bytes sent", 1e3), ("ms", 1)
+    return [steps, messages] + [
+        value("cluster_metro", {"case": case, "method": name}, column, unit)
+        for column, unit in columns
+        for case in cases
+    ]
+
+
+def merge_of(ranks: int) -> list[float]:
+    """us of the merge of one sequence by the strategy that auto takes."""
+    case = f"lan p={ranks} B=1 n=256"
+    rows = [x for x in read_table("cluster").rows if x["case"] == case]
+    (ms,) = (x["ms"] for x in rows if x["method"].startswith("auto: "))
+    return [1e3 * number(ms)]
 
 
 def quantised(dtype: str, column: str) -> list[float]:
@@ -282,14 +303,29 @@ PAGES: dict[str, Rows] = {
             for dtype in ("", "int8", "int4")
         ),
     ],
+    "docs/exchange.md": [
+        lambda: strategy("all_gather", 1, 7),
+        lambda: strategy("two_phase", 2, 2 * 7),
+        lambda: strategy("butterfly", LEVELS, LEVELS),
+        lambda: strategy("tree_allreduce", 3 * LEVELS, 3 * LEVELS),
+        lambda: strategy("three_allreduce", 3 * 2 * 7, 3 * 2 * 7),
+    ],
+    "docs/engine_reference.md": [lambda p=p: merge_of(p) for p in (2, 4, 8, 16)],
+}
+# The heading of the section with the tables, where that is not the whole page.
+SECTIONS = {
+    "README.md": "## Measured",
+    "docs/parallelism.md": "## Measured",
+    "docs/exchange.md": "### Compared with three all-reduces",
+    "docs/engine_reference.md": "## What one merge costs",
 }
 
 
 def table_rows(page: str) -> list[str]:
     """Return the rows of a page's tables of measurements but for their headings."""
     text = (ROOT / page).read_text()
-    if page != "docs/measured.md":
-        text = text.split("## Measured")[1].split("\n## ")[0]
+    if page in SECTIONS:
+        text = re.split(r"\n##+ ", text.split(f"\n{SECTIONS[page]}\n")[1])[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     heads = {i for i, line in enumerate(lines) if set(line) <= set("|-: ")}
     return [line for i, line in enumerate(lines) if not {i, i + 1} & heads]
