@@ -54,7 +54,8 @@ def row(action: argparse.Action) -> str:
         names_of_values = str(action.metavar or action.dest.upper()).split("|")
         values = ", ".join(f"`{cell(x)}`" for x in names_of_values)
     meaning, default = re.sub(DEFAULT, "", action.help or ""), re.search(DEFAULT, action.help or "")
-    shown = "required" if action.required else cell(default[1]) if default else ""
+    is_required = action.required and action.nargs != argparse.ZERO_OR_MORE
+    shown = "required" if is_required else cell(default[1]) if default else ""
     return f"| {names} | {values} | {shown} | {cell(meaning)} |"
 
 
