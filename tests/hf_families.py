@@ -301,7 +301,7 @@ REFUSED: tuple[Refusal, ...] = (
         },
     ),
     Refusal(
-        "layers keep a state as well as keys",
+        "each layer keeps both a state and keys",
         _KINDS_OF_LAYERS,
         {"Falcon-H1": _eager("FalconH1Config")},
     ),

@@ -357,7 +357,7 @@ def test_metadata_name_author_licence_pages_and_command(run_setup, tmp_path, pub
     assert "Author: the tree_attention authors" in head
     assert "License-Expression: BSD-3-Clause" in head and "License-File: LICENSE" in head
     (keywords,) = (line for line in head if line.startswith("Keywords: "))
-    assert {"decode context parallelism", "context sharding", "long context"} <= set(
+    assert {"decode context parallelism", "context sharding", "helix", "long context"} <= set(
         keywords.removeprefix("Keywords: ").split(",")
     )
     pages = {"Homepage": "", "Repository": ""}
