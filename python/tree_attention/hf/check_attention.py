@@ -27,46 +27,36 @@ def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> b
         True where the tokens of its prompts can be split over ranks.
     """
     check_layers("enable", model, cache)
-    _check_causal(model)
-    _check_latents(model, cache)
-    _check_indexers(model, cache)
-    _check_keys(model, cache.kv_dtype)
-    for module in text_of(model).modules():
-        is_replaced = "forward" in vars(module) and not is_overridden(module, "forward")
-        if type(module).__name__ in FORWARDS and is_replaced:
-            raise ValueError(
-                f"enable: {type(module).__name__} computes its attention in forward, which was "
-                "replaced on the model, by hooks or by hand; enable needs the one of transformers"
-            )
+    text, name = text_of(model), type(model).__name__
+    _check_causal(name, text)
+    _check_latents(name, text, cache)
+    _check_indexers(name, text, cache)
+    _check_keys(name, text, cache.kv_dtype)
+    _check_own_forwards(text)
     return check_split(model, prefill)
 
 
 def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
     """Raises ValueError unless each layer of `cache` belongs to one of the layers that run."""
-    found = {getattr(module, "layer_idx", None) for module in text_of(model).modules()} - {None}
+    text, name = text_of(model), type(model).__name__
+    found = {getattr(module, "layer_idx", None) for module in text.modules()} - {None}
     missing = [str(i) for i in range(len(cache.layers)) if i not in found]
     if found and missing:
         raise ValueError(
-            f"{op}: the configuration of this {type(model).__name__} names {len(cache.layers)} "
-            f"layers, and no layer has the layer_idx {', '.join(missing)}; set "
-            "model.config.num_hidden_layers to the number of layers that run, and layer_idx of "
-            "each attention to its place among them"
+            f"{op}: the configuration of this {name} names {len(cache.layers)} layers, and no "
+            f"layer has the layer_idx {', '.join(missing)}; set model.config.num_hidden_layers to "
+            "the number of layers that run, and layer_idx of each attention to its place among them"
         )
-    _check_order(op, model, len(cache.layers))
-
-
-def _check_order(op: str, model: PreTrainedModel, num_layers: int) -> None:
-    """Raises ValueError if layers run in another order than they have in the cache, whose last
-    layer ends a forward pass."""
-    for layers in text_of(model).modules():
+    # Nor may they run in another order than in the cache, whose last layer ends a forward pass.
+    for layers in text.modules():
         if isinstance(layers, torch.nn.ModuleList):
-            numbers = [_layer_idx(layer) for layer in layers[:num_layers]]
+            numbers = [_layer_idx(layer) for layer in layers[: len(cache.layers)]]
             known = [number for number in numbers if number is not None]
             if known != sorted(known):
                 raise ValueError(
-                    f"{op}: the layers of this {type(model).__name__} run in the order of "
-                    f"layer_idx {', '.join(map(str, known))}; set layer_idx of each attention to "
-                    "its place among the layers that run"
+                    f"{op}: the layers of this {name} run in the order of layer_idx "
+                    f"{', '.join(map(str, known))}; set layer_idx of each attention to its place "
+                    "among the layers that run"
                 )
             if known:  # the lists inside these are of experts
                 return
@@ -78,38 +68,36 @@ def _layer_idx(layer: torch.nn.Module) -> int | None:
     return next((number for number in found if number is not None), None)
 
 
-def _check_causal(model: PreTrainedModel) -> None:
+def _check_causal(name: str, text: PreTrainedModel) -> None:
     """Refuses an encoder, whose queries see the tokens after them as well."""
-    for module in text_of(model).modules():
+    for module in text.modules():
         if getattr(module, "is_causal", None) is False:
             raise ValueError(
-                f"enable: {type(model).__name__} is an encoder: in its {type(module).__name__} a "
-                "query sees the tokens after it too (is_causal is False), and a text that is "
-                "generated has none; take a decoder, as GPT-2 or Llama is"
+                f"enable: {name} is an encoder: in its {type(module).__name__} a query sees the "
+                "tokens after it too (is_causal is False), and a text that is generated has none; "
+                "take a decoder, as GPT-2 or Llama is"
             )
 
 
-def _check_indexers(model: PreTrainedModel, cache: TreeCache) -> None:
+def _check_indexers(name: str, text: PreTrainedModel, cache: TreeCache) -> None:
     """Raises ValueError unless each layer that chooses keys has the index that does."""
-    modules = text_of(model).modules()
-    found = {x.layer_idx for x in modules if getattr(x, "indexer", None) is not None}
+    found = {x.layer_idx for x in text.modules() if getattr(x, "indexer", None) is not None}
     missing = [i for i, x in enumerate(cache.layers) if has_index(x) and i not in found]
     if missing:
         raise ValueError(
-            f"enable: layer {missing[0]} of this {type(model).__name__} has no indexer, and its "
-            "configuration says that it chooses keys; set layer_types and indexer_types of "
-            "model.config to those of the layers that run"
+            f"enable: layer {missing[0]} of this {name} has no indexer, and its configuration "
+            "says that it chooses keys; set layer_types and indexer_types of model.config to "
+            "those of the layers that run"
         )
 
 
-def _check_latents(model: PreTrainedModel, cache: TreeCache) -> None:
+def _check_latents(name: str, text: PreTrainedModel, cache: TreeCache) -> None:
     """Refuses a model with multi-head latent attention in a form that is not known, or with rows
     that the operator, as `kv_dtype`, does not take on the model's device."""
     layers = [layer for layer in cache.layers if isinstance(layer, LatentLayer)]
     if not layers:
         return
-    name, kv_dtype = type(model).__name__, cache.kv_dtype
-    modules: list[Any] = [x for x in text_of(model).modules() if hasattr(type(x), EXPAND)]
+    modules: list[Any] = [x for x in text.modules() if hasattr(type(x), EXPAND)]
     if not modules:
         raise ValueError(
             f"enable: {name} has multi-head latent attention (kv_lora_rank "
@@ -120,7 +108,7 @@ def _check_latents(model: PreTrainedModel, cache: TreeCache) -> None:
     dtype, device = weight.dtype, weight.device
     for module in {_sizes_of(x): x for x in modules}.values():  # layers may be of several sizes
         width = module.kv_lora_rank + module.qk_rope_head_dim
-        rows, _, scales = no_rows((width, 0), dtype, kv_dtype, device)
+        rows, _, scales = no_rows((width, 0), dtype, cache.kv_dtype, device)
         what = f"enable: {name} caches latents of {width} columns, which"
         check_taken(what, dtype, rows, rows[..., : module.kv_lora_rank], scales)
         columns = module.qk_nope_head_dim + module.qk_rope_head_dim, module.v_head_dim
@@ -134,18 +122,29 @@ def _sizes_of(module: Any) -> tuple[int, ...]:
     return tuple(getattr(module, name) for name in names)
 
 
-def _check_keys(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
+def _check_keys(name: str, text: PreTrainedModel, kv_dtype: torch.dtype | None) -> None:
     """Raises ValueError unless the attention modules of a model can attend on its device to keys
     that are kept as `kv_dtype`, or as they are."""
     modules: list[Any] = [
         module
-        for module in text_of(model).modules()
+        for module in text.modules()
         if type(module).__name__ in FORWARDS
         or (hasattr(module, "is_causal") and isinstance(getattr(module, "head_dim", None), int))
     ]
     for columns in sorted({(m.head_dim, getattr(m, "v_head_dim", m.head_dim)) for m in modules}):
-        what = f"enable: {type(model).__name__} has keys of head_dim {columns[0]}, which"
-        check_taken(what, model.dtype, *no_rows(columns, model.dtype, kv_dtype, model.device))
+        what = f"enable: {name} has keys of head_dim {columns[0]}, which"
+        check_taken(what, text.dtype, *no_rows(columns, text.dtype, kv_dtype, text.device))
+
+
+def _check_own_forwards(text: PreTrainedModel) -> None:
+    """Refuses attention that this library would replace, and somebody else has replaced."""
+    for module in text.modules():
+        is_replaced = "forward" in vars(module) and not is_overridden(module, "forward")
+        if type(module).__name__ in FORWARDS and is_replaced:
+            raise ValueError(
+                f"enable: {type(module).__name__} computes its attention in forward, which was "
+                "replaced on the model, by hooks or by hand; enable needs the one of transformers"
+            )
 
 
 def check_split(model: PreTrainedModel, prefill: str = "split") -> bool:
