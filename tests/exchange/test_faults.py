@@ -62,6 +62,8 @@ def test_lost_before_the_first_exchange(world_size: int, victim: int, how: str) 
         assert seconds < TIMEOUT + SLACK
         if victim != 0:
             assert f"no word from rank {victim} about this exchange" in message
+            # Once for each rank that says so.
+            assert not re.search(rf"no word from rank {victim}(?! about)", message), message
         elif how == "stop":
             assert "the store of the process group does not answer" in message
         else:

@@ -121,8 +121,10 @@ class Agreement:
                 elif rank != self._rank:
                     said = _parsed(self._store.get(key), rank)
                     differences.append(self._difference(rank, said, self._own, "this rank"))
-            if silent and patience:
-                differences.append(f"no word from {self._named(silent)}")
+            told = f"no word from {self._named(silent)}"
+            # Where the wait for these ranks is what failed, the reason says so.
+            if silent and patience and f"{told} about" not in reason:
+                differences.append(told)
             return _joined(differences, known=reason)
 
         try:
