@@ -131,6 +131,16 @@ def test_damaged_checkpoints(
     assert sentence in error, error
 
 
+def test_a_slip_in_the_path_of_a_model_is_told(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slip = f"{checkpoint}_"
+    assert main(["generate", "--prompt", "x", "--model", slip]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"generate: no checkpoint in {slip}: --model takes a directory with")
+    assert error.endswith(f"; did you mean {checkpoint}?\n")
+
+
 def test_verify_with_a_checkpoint_that_lacks_weights(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

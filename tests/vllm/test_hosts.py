@@ -7,6 +7,7 @@ import json
 import queue
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,6 +23,8 @@ from engine import stub_of_vllm
 from faults import AMPLE
 from tree_attention.vllm import __main__ as program
 from tree_attention.vllm import hosts, register
+
+ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
@@ -259,9 +262,11 @@ def test_options_with_which_hosts_would_wait(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "the first argument must be serve, got nothing\nusage: python -m tree_attention.vllm"),
-        (["m", "serve"], "the first argument must be serve, got 'm'\nusage: "),
-        (["serve", "/no/model"], "MODEL must be a directory, or what the hub calls a model, got"),
+        ([], "the first argument must be serve, got nothing"),
+        (["m", "serve"], "the first argument must be serve, got 'm'"),
+        (["serve"], "MODEL is missing: serve MODEL [options of vllm serve]"),
+        (["serve", "/no/model"], "MODEL must be a directory, or the name of a model on the Hugg"),
+        (["serve", "examples/passkey-lama"], "MODEL must be a directory, or the name of a model"),
         (["serve", "m", "--nnodes=2", "--master_addr", "no.invalid"], "--master-addr must be the"),
         (["serve", "m", "-n", "2", "--master-addr", "a..b"], "--master-addr must be the name or"),
         (
@@ -278,16 +283,39 @@ def test_mistakes_that_show_without_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are told before vLLM is imported, which takes half a minute of a processor."""
+    monkeypatch.chdir(ROOT)
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
     assert program.main(arguments) == 2
-    assert capsys.readouterr().err.startswith(f"tree_attention.vllm: error: {sentence}")
+    *usage, last = capsys.readouterr().err.splitlines()
+    assert last.startswith(f"tree_attention.vllm: error: {sentence}")
+    assert "\n".join(usage).rstrip() == program.USAGE.rstrip() * (arguments[:1] != ["serve"])
+    meant = last.endswith("; did you mean examples/passkey-llama?")
+    assert meant == ("examples/passkey-lama" in arguments)
+
+
+def test_a_mistake_imports_no_torch() -> None:
+    """Which takes seconds of a processor."""
+    words = "'tree_attention.vllm', 'serve', 'm', '--master-addr', 'no.invalid', '--nnodes', '2'"
+    program = f"""
+import runpy, sys
+sys.argv = [{words}]
+try:
+    runpy.run_module("tree_attention.vllm", run_name="__main__", alter_sys=True)
+except SystemExit as leaving:
+    assert leaving.code == 2 and not {{"torch", "vllm"}} & set(sys.modules), sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("tree_attention.vllm: error: --master-addr must be the name")
 
 
 def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.main(["serve", "m", "--nnodes", "two"])
-    assert "argument --nnodes/-n: invalid int value: 'two'" in capsys.readouterr().err
+    usage, error = capsys.readouterr().err.splitlines()
+    assert usage == "usage: python -m tree_attention.vllm serve MODEL [options of vllm serve]"
+    assert "argument --nnodes/-n: invalid int value: 'two'" in error
 
 
 def test_what_is_left_to_vllm() -> None:

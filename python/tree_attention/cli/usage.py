@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from .._json import probe_file
+from .._paths import did_you_mean
 from .rank import is_launched, record_error
 
 # What ranks tell each other of Ctrl-C, inside a call (`Session.before_deadline`) and outside.
@@ -129,7 +130,8 @@ def is_root() -> bool:
 def check_checkpoint(path: Path) -> None:
     """Raises UsageError where --model names no directory of a checkpoint."""
     if not (path / "config.json").exists():
-        raise UsageError(f"no checkpoint in {path}: --model takes a {A_CHECKPOINT}")
+        meant = "" if path.is_dir() else did_you_mean(str(path))
+        raise UsageError(f"no checkpoint in {path}: --model takes a {A_CHECKPOINT}{meant}")
 
 
 def check_can_be_written(option: str, path: Path) -> None:

@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 
 from .. import _loader
 from .._network import device_of
-from ..exchange import DEFAULT_TIMEOUT
+from .._numbers import DEFAULT_TIMEOUT
+from .._paths import did_you_mean, is_of_hub
 from . import checks, hosts
 from .watch import LOST_STATUS, Watch
 
@@ -61,7 +62,8 @@ def main(arguments: list[str]) -> int:
         return 0
     if arguments[:1] != ["serve"]:
         got = f"got {arguments[0]!r}" if arguments else "got nothing"
-        say(f"error: the first argument must be serve, {got}\n{USAGE}".rstrip())
+        print(USAGE, file=sys.stderr)
+        say(f"error: the first argument must be serve, {got}")
         return 2
     try:
         check_early(arguments[1:])
@@ -113,7 +115,10 @@ def check_early(arguments: list[str]) -> None:
     """Raises ValueError for what is wrong with MODEL and with the options that name hosts. vLLM's
     own parser, which needs vLLM, reads all of them again."""
     parser = argparse.ArgumentParser(
-        prog="python -m tree_attention.vllm serve", add_help=False, allow_abbrev=False
+        prog="python -m tree_attention.vllm serve",
+        usage="python -m tree_attention.vllm serve MODEL [options of vllm serve]",
+        add_help=False,
+        allow_abbrev=False,
     )
     parser.add_argument("--nnodes", "-n", type=int, default=1)
     parser.add_argument("--node-rank", "-r", type=int, default=0)
@@ -136,9 +141,14 @@ def check_early(arguments: list[str]) -> None:
         )
     if asked.config is None:  # whose file has any of them
         check_hosts(asked)
-    model = arguments[0] if arguments else ""
-    if model.startswith(("/", "./", "../")) and not Path(model).exists():
-        raise ValueError(f"MODEL must be a directory, or what the hub calls a model, got {model!r}")
+    if not arguments:
+        raise ValueError("MODEL is missing: serve MODEL [options of vllm serve]")
+    model = arguments[0]
+    if not (model.startswith("-") or is_of_hub(model) or Path(model).exists()):
+        raise ValueError(
+            f"MODEL must be a directory, or the name of a model on the Hugging Face Hub, got "
+            f"{model!r}{did_you_mean(model)}"
+        )
 
 
 def check_hosts(asked: Namespace) -> None:

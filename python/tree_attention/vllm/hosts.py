@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import _network
-from ..exchange import sentence
+
+if TYPE_CHECKING:  # it takes seconds, and `check_early` needs none of it
+    import torch.distributed as dist
 
 Found = TypeVar("Found")
 MEETING_SECONDS = 30.0  # in which a host has to find the first one; vLLM takes 10 to start
@@ -93,6 +93,8 @@ def meet(
     try:
         return while_answered(run, seconds)
     except (RuntimeError, OSError) as error:
+        from ..exchange import sentence
+
         if node_rank == 0:
             raise ValueError(f"the hosts cannot meet at {place}: {sentence(error)}") from None
         raise ValueError(
@@ -162,6 +164,8 @@ def _wait_for(host: str, port: int, seconds: float, answered: Callable[[], None]
 
 def _store(host: str, port: int, seconds: float, is_first: bool = False) -> dist.Store:
     """The store at `host:port`, which the first host serves."""
+    import torch.distributed as dist
+
     timeout = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, is_master=is_first, wait_for_workers=False, timeout=timeout)
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..exchange import sentence
 from .hosts import Meeting, while_answered
 
 BEAT_SECONDS = 0.25
@@ -53,6 +52,8 @@ class Watch(threading.Thread):
         except TimeoutError:
             why = f"A host is lost: {first}, gave no sign for {self._timeout:.1f} s"
         except Exception as error:
+            from ..exchange import sentence
+
             why = f"A host is lost: {first}, does not answer: {sentence(error)}"
         is_meant = self.was_told or _TOLD in (why, self._asked)
         self._status = 0 if is_meant else LOST_STATUS

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The files of a checkpoint, whose JSON is checked before anything is built from it."""
 
-import difflib
 import os
 import reprlib
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from transformers.utils import cached_file
 
 from ..._json import read_json_object
 from ..._numbers import shown
+from ..._paths import is_of_hub, near_directory
 from ...exchange import sentence
 
 # Fields that no model can have at 0 or below.
@@ -94,11 +94,8 @@ class Source:
 
     @property
     def is_of_hub(self) -> bool:
-        """True for what may be a name on the Hub, as `name` and `owner/name`: none of those begins
-        like a path, has a second separator, or an owner that is a directory here."""
-        owner, *names = self.path.split("/")
-        is_path = self.path.startswith((".", "/", "~")) or len(names) > 1
-        return not (is_path or os.path.isdir(self.path) or (names and os.path.isdir(owner)))
+        """True for what may be a name on the Hub."""
+        return is_of_hub(self.path)
 
     @property
     def of_hub(self) -> dict[str, Any]:
@@ -109,7 +106,7 @@ class Source:
 
     def missing(self, said: str = "") -> OSError:
         """The error where there is no such directory; `said` is the Hub's, where it was asked."""
-        near = _near(Path(self.path))
+        near = near_directory(Path(self.path))
         way = f"did you mean {near}?"
         if near is None:
             way = "give the directory of a checkpoint, or, as a string, a name on the Hub"
@@ -124,23 +121,6 @@ class Source:
                 f"{self.path}, call `hf download {self.path}` first"
             )
         return OSError(f"from_pretrained: there is no directory {self.path}; {way}")
-
-
-def _near(path: Path) -> Path | None:
-    """A directory whose path differs from a missing one by slips."""
-    found = Path(path.anchor)
-    for part in path.relative_to(found).parts:
-        if not (found / part).is_dir():
-            try:
-                names = [x.name for x in found.iterdir() if x.is_dir()]
-            except OSError:
-                return None
-            near = difflib.get_close_matches(part, names, n=1, cutoff=0.7)
-            if not near:
-                return None
-            part = near[0]
-        found /= part
-    return found
 
 
 def others(source: Source) -> str:
