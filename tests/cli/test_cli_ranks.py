@@ -6,6 +6,9 @@ import re
 import signal
 import socket
 import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from ranks_of_commands import AMPLE_SECONDS, Ended, Ranks, started
 from tiers import tiers
 from tree_attention.__main__ import main
 from tree_attention.cli import world
+from tree_attention.cli.usage import UsageError
 from tree_attention.exchange import ExchangeError
 
 pytest.importorskip("transformers")
@@ -223,6 +227,29 @@ def test_a_rank_says_for_whom_it_waits(
     assert capsys.readouterr().err == (
         f"rank 0 of 3: waits at 127.0.0.1:{port} for ranks 1, 2, 1 s in all\n"
     )
+
+
+@pytest.mark.parametrize("given", [None, 12.0])
+def test_ranks_have_longer_to_start_than_to_answer(
+    given: float | None, monkeypatch: pytest.MonkeyPatch, checkpoint: Path
+) -> None:
+    """Unless --timeout gives them the same for both."""
+    waits: list[float | None] = []
+
+    @contextmanager
+    def joined(backend: str, timeout: float | None) -> Iterator[None]:
+        waits.append(timeout)
+        yield
+
+    def check_world(arguments: Namespace, of_world: None) -> None:
+        waits.append(arguments.timeout)
+        raise UsageError("they have met")
+
+    monkeypatch.setattr(world, "joined_world", joined)
+    monkeypatch.setattr("tree_attention.cli.generate.check_world", check_world)
+    options = [] if given is None else ["--timeout", str(given)]
+    assert main(generate(checkpoint, "--prompt", "a", *options)) == 2
+    assert waits == ([None, 30.0] if given is None else [given, given])
 
 
 @pytest.mark.parametrize("command", ["verify", "calibrate"])

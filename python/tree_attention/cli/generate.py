@@ -27,6 +27,7 @@ from .shares import given_shares, taking_part
 from .usage import (
     A_CHECKPOINT,
     UsageError,
+    add_timeout,
     argument_parser,
     check_can_be_written,
     check_checkpoint,
@@ -90,12 +91,15 @@ def start(
     command = parsed.command
     if parsed.ranks > 1 and not is_launched():
         return launch(command, parsed.ranks, ["-m", "tree_attention", command, *arguments])
+    from .._numbers import DEFAULT_TIMEOUT
     from .world import choose_device, joined_world
 
     keep_freed_memory()
     device = choose_device(parsed.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     with joined_world(backend, timeout=parsed.timeout) as world:
+        if parsed.timeout is None:  # what ranks have to start is not what they have to answer
+            parsed.timeout = DEFAULT_TIMEOUT
         check_world(parsed, world)
         with taking_part(parsed, world, device) as part:
             return 0 if part is None else work(parsed, part, device)
@@ -220,13 +224,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="Number of neighbouring processes that split the heads, while the cache is split over "
         "the rest; it must divide the number of processes (default: 1).",
     )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="Seconds to wait for another rank to start, to load or to answer (default: 30).",
-    )
+    add_timeout(parser)
 
 
 def check(arguments: argparse.Namespace) -> None:

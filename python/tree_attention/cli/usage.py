@@ -79,8 +79,8 @@ def add_timeout(parser: argparse.ArgumentParser) -> None:
     """Adds --timeout to a command whose exchanges have the library's own timeout by default."""
     from .._numbers import DEFAULT_TIMEOUT
 
-    default = f"{RENDEZVOUS_SECONDS:g} to start, {DEFAULT_TIMEOUT:g} to answer an exchange"
-    waits = f"Seconds to wait for another rank to start, or to answer (default: {default})."
+    default = f"{RENDEZVOUS_SECONDS:g} to start, {DEFAULT_TIMEOUT:g} for the rest"
+    waits = f"Seconds to wait for another rank to start, to load or to answer (default: {default})."
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=waits)
 
 
