@@ -205,6 +205,7 @@ class Demo:
             except (MemoryError, RuntimeError) as error:
                 self.refusal = str(error).splitlines()[0]
         self.advance("all processes under the limit")
+        dist.barrier()  # which waits for the root longer than an exchange does
         with room_for(self.room):
             cache = self.new_cache(Communicator())
             self.shares = Decoder(self.split, cache, "tree_attention", self.threads, self.context)

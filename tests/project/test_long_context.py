@@ -110,6 +110,24 @@ def test_a_wrong_row_fails() -> None:
     assert "WRONG: the hosts' logits differ" in root.stdout
 
 
+SLOW_ROOT = f"""
+import functools, sys, time
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+import long_context
+long_context.hf.parallelize = functools.partial(long_context.hf.parallelize, timeout=4)
+find_truth = long_context.Demo.find_truth
+long_context.Demo.find_truth = lambda demo: (find_truth(demo), demo.world.root and time.sleep(6))
+sys.exit(long_context.main())
+"""
+
+
+def test_the_others_wait_for_what_the_first_computes_alone() -> None:
+    """However long it takes on a busy machine: an exchange would end them."""
+    with started((*SHORT, "--context", "4096"), program=SLOW_ROOT) as ranks:
+        ended = [ranks.wait_for_end(rank) for rank in range(2)]
+    assert [rank.status for rank in ended] == [0, 0], ended
+
+
 def test_one_process_is_told_to_start_two() -> None:
     done = run(str(PROGRAM))
     assert done.returncode == 2
