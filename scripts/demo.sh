@@ -5,6 +5,7 @@
 # they find a number hidden in a prompt of 8,000 tokens, with the tokens of plain HuggingFace. In the
 # second one each process may take so little memory that one alone has no room for 131,072 keys, and
 # a token is timed on one host of one thread and on two. It needs 8 GB of memory.
+DEVELOP=0
 source "$(dirname "$0")/setup"
 
 # transformers imports torchao where it is installed, whose enums make torch's pytree warn of a call

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def checkout(tmp_path):
     """As much of a fresh clone as the script reads before it needs the network."""
-    for name in ("scripts/setup", "requirements-dev.txt", "setup.py"):
+    for name in ("scripts/setup", "requirements.txt", "requirements-dev.txt", "setup.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "csrc").mkdir()
@@ -55,6 +55,33 @@ def test_another_system_is_refused_before_anything_is_made(checkout):
         "setup: tree_attention runs on Linux alone; on Windows install it in WSL"
     )
     assert error.endswith("(this is Darwin)\n") and not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("develop", [None, "0"])
+def test_what_the_demonstration_needs_is_a_part(develop, checkout):
+    """So that it starts sooner; a contributor's set-up after it installs the rest, and builds
+    nothing again."""
+    python = checkout / ".venv" / "bin" / "python"
+    add_program(python, f'echo "$*" >>{checkout}/calls; echo {checkout}')
+    extension = checkout / "python" / "tree_attention" / f"_C{checkout}"
+    extension.parent.mkdir(parents=True)
+    extension.touch()
+    kept = {name: x for name, x in os.environ.items() if name != "DEVELOP"}
+
+    def calls(**chosen):
+        script = checkout / "scripts" / "setup"
+        subprocess.run([script], env=kept | chosen, check=True, capture_output=True)
+        lines = (checkout / "calls").read_text().splitlines()
+        (checkout / "calls").unlink()
+        return [line for line in lines if "pip install" in line or "build_ext" in line]
+
+    lists = ["requirements.txt", "requirements-dev.txt"]
+    first = calls() if develop is None else calls(DEVELOP=develop)
+    *installed, built = first
+    assert [line.split()[-1] for line in installed] == lists[: 2 - (develop is not None)]
+    assert "build_ext --inplace" in built
+    after = calls()
+    assert [line.split()[-1] for line in after] == lists[1:] * (develop is not None)
 
 
 def test_setup_py_alone_decides_about_cuda_again_for_another_gpu(checkout):
