@@ -22,9 +22,21 @@ if ! command -v "${CXX:-g++}" >/dev/null; then
 fi
 "$python" csrc/cuda/decode/instances.py build/instances >/dev/null
 
-cpu_sources=(csrc/cpu/{vector/,bf16/,amx/,index/,}*.cpp  # what takes longest first
-  csrc/experts/{multiply,rows*,unpack}.cpp tests/cpp/*.cpp)
-# Of the decode kernels those that the short cases use; the linker lets the others be missing.
+# Whether the processor has the instructions for which a source is compiled.
+runs_here() {
+  case $1 in
+    *_avx512.cpp) grep -qw avx512f /proc/cpuinfo ;;
+    *_avx512_bf16.cpp | *_amx.cpp) grep -qw avx512_bf16 /proc/cpuinfo ;;
+  esac
+}
+
+# The linker lets what is not compiled be missing: kernels that this processor cannot run, without
+# AVX-512 a third of what g++ has to do, and decode kernels that the short cases do not use.
+cpu_sources=()
+for source in csrc/cpu/{vector/,bf16/,amx/,index/,}*.cpp \
+  csrc/experts/{multiply,rows*,unpack}.cpp tests/cpp/*.cpp; do # what takes longest first
+  if runs_here "$source"; then cpu_sources+=("$source"); fi
+done
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,ranges}/*.cu
   csrc/cuda/decode/workspaces.cpp
   benchmarks/cuda/ablations/{ablations,stamped}.cu
@@ -33,13 +45,14 @@ cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,
   tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
 decode_cases=(decode_{short,short_kinds,int8_short,float8_short,latents_short,float16_latents_short}
   decode_clusters_short)
+missing_flags=(-no-pie -Wl,--unresolved-symbols=ignore-in-object-files)
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$("$python" -c \
   'from torch.utils.cpp_extension import include_paths; print(include_paths()[0])')
-cpu_flags=(-Itests/cpp/shim -isystem "$torch_include" -include tests/amx_emulator/amx.h)
+cpu_flags=(-Itests/cpp/shim -isystem "$torch_include" -include tests/amx_emulator/amx.h
+  "${missing_flags[@]}")
 # The first warning is often wrong under sanitizers.
-cuda_flags=(-Itests/cuda_emulator -Wno-maybe-uninitialized -Wno-unknown-pragmas
-  -no-pie -Wl,--unresolved-symbols=ignore-in-object-files)
+cuda_flags=(-Itests/cuda_emulator -Wno-maybe-uninitialized -Wno-unknown-pragmas "${missing_flags[@]}")
 
 # compile FOLDER SOURCES... -- FLAGS...: makes FOLDER/tests.
 compile() {

@@ -6,14 +6,18 @@
 #include <c10/util/BFloat16.h>
 
 #include <cmath>
+#include <map>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <vector>
 
 #include "check.h"
+#include "cpu/decode.h"
 #include "cpu/kernels.h"
 #include "experts/multiply.h"
 #include "experts/rows.h"
+#include "instruction_sets.h"
 
 namespace {
 
@@ -75,32 +79,27 @@ void check_products(DataType x_dtype, DataType dtype, int64_t outputs, int64_t i
   }
 }
 
-struct Choice {
-  const tree_attention::cpu::Kernels& kernels;
-  tree_attention::cpu::MultiplyRows multiply;
-};
-
 // None but the portable instruction set multiplies with portable vectors.
 void check_choices() {
   using namespace tree_attention::cpu;
-  const Choice choices[] = {
-      {portable_kernels, multiply_rows_portable},
+  const std::map<std::string, MultiplyRows> choices = {
+      {"portable", multiply_rows_portable},
 #if defined(__x86_64__)
-      {avx2_kernels, multiply_rows_avx2},
-      {avx512_kernels, multiply_rows_avx512},
-      {avx512_bf16_kernels, multiply_rows_avx512_bf16},
-      {amx_kernels, multiply_rows_avx512_bf16},
+      {"avx2", multiply_rows_avx2},
+      {"avx512", multiply_rows_avx512},
+      {"avx512_bf16", multiply_rows_avx512_bf16},
+      {"amx", multiply_rows_avx512_bf16},
 #elif defined(__aarch64__)
-      {neon_kernels, multiply_rows_neon},
-      {neon_bf16_kernels, multiply_rows_neon},
+      {"neon", multiply_rows_neon},
+      {"neon_bf16", multiply_rows_neon},
 #endif
   };
-  for (const Choice& choice : choices) {
-    CHECK(rows_multiplied_by(choice.kernels.vectors) == choice.multiply, choice.kernels.name);
+  const std::vector<std::string> names = tree_attention::testing::instruction_sets();
+  for (const std::string& name : names) {
+    set_instruction_set(name);
+    CHECK(rows_multiplied_by(kernels().vectors) == choices.at(name), name);
   }
-  const bool is_portable = kernels().vectors == Vectors::kPortable;
-  CHECK((rows_multiplied_by(kernels().vectors) == multiply_rows_portable) == is_portable,
-        kernels().name);
+  set_instruction_set(names.front());
   bool refused = false;
   try {
     rows_multiplied_by(static_cast<Vectors>(99));
