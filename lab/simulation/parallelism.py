@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.harness.plots import picture
+from benchmarks.pictures import picture
 from tree_attention.planning.arithmetic import (
     FORMS,
     SPLIT,
@@ -109,27 +109,37 @@ def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
     }
 
 
-def draw_who_holds_what(path: Path, p: int = 4) -> None:
-    """Draw ranks and, for each form, the part of every tensor that each of them holds."""
+P = 4  # ranks of the picture
+
+
+def who_holds_what() -> dict[str, list[dict[str, tuple[int, int]]]]:
+    """Return, for each form and rank, the parts and the held one of every tensor."""
     names: dict[int | None, str] = {None: "replicated weights"}
     names |= {size: f"split weights,\ntensor_parallel_size {size}" for size in (1, 2, 4)}
-    num_rows = len(pieces(p, 0, None))
-    title = f"What each of {p} ranks holds: the coloured part of a gray tensor. Less is less memory"
-    with picture(path, (9, 5), (1, len(names)), title, sharey=True) as (panels,):
-        for axes, (size, name) in zip(panels, names.items(), strict=True):
-            for rank in range(p):
-                for place, (count, piece) in enumerate(pieces(p, rank, size).values()):
+    return {name: [pieces(P, rank, size) for rank in range(P)] for size, name in names.items()}
+
+
+def draw_who_holds_what(path: Path) -> None:
+    """Draw ranks and, for each form, the part of every tensor that each of them holds."""
+    data = who_holds_what()
+    title = f"What each of {P} ranks holds: the coloured part of a gray tensor. Less is less memory"
+    with picture(path, data, (1, len(data)), (9, 5), sharey=True) as (panels,):
+        for axes, (name, ranks) in zip(panels, data.items(), strict=True):
+            for rank, held in enumerate(ranks):
+                for place, (count, piece) in enumerate(held.values()):
                     box = {"height": 0.6, "align": "edge"}
                     left, width = rank + 0.1, 0.8 / count
                     axes.barh(place, 0.8, left=left, color="0.93", **box)
                     axes.barh(place, width, left=left + piece * width, color=f"C{rank}", **box)
-            axes.set_xticks([rank + 0.5 for rank in range(p)], list(range(p)))
+            axes.set_xticks([rank + 0.5 for rank in range(P)], list(range(P)))
             axes.set(xlabel="rank")
             axes.set_title(name, fontsize=10)
             axes.set_frame_on(False)
             axes.tick_params(length=0, labelsize=10)
-        panels[0].set_yticks([place + 0.3 for place in range(num_rows)], list(pieces(p, 0, None)))
+        tensors = [*pieces(P, 0, None)]
+        panels[0].set_yticks([place + 0.3 for place in range(len(tensors))], tensors)
         panels[0].invert_yaxis()
+        panels[0].figure.suptitle(title, fontsize=11)
 
 
 def main(arguments: list[str]) -> int:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.harness.results import digest
 from benchmarks.scaling import generate, weights_bytes
 from distributed import preload, run_ranks
 from hf_families import HYBRIDS, WORKING, make_model
@@ -113,5 +115,9 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert parallelism.main(["--out", str(tmp_path)]) == 0
     lines = parallelism.table().splitlines()
     assert len(lines) == 2 + 2 * 3 * 4 and len({line.count("|") for line in lines}) == 1
-    page = (Path(__file__).parents[3] / "docs" / "parallelism.md").read_text()
-    assert parallelism.table() in page
+    docs = Path(__file__).parents[3] / "docs"
+    assert parallelism.table() in (docs / "parallelism.md").read_text()
+    for folder in (docs, tmp_path):
+        with Image.open(folder / "parallelism.png") as image:
+            assert image.width == 1800
+            assert image.info["Comment"] == digest(parallelism.who_holds_what())
