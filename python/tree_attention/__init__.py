@@ -83,8 +83,8 @@ _OTHERS = ("hf", "patterns", "positions", "reference")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what a name is of when it is first used: plans, versions and the conformance kit need
-    no extension, and plans no torch."""
+    """Imports the module of a name when the name is first used: plans, versions and the conformance
+    kit need no extension, and plans no torch."""
     if name in __all__:
         for module in _WITH_NAMES:
             names = vars(importlib.import_module(f"{__name__}.{module}"))

@@ -46,8 +46,8 @@ def shared_bytes(*, with_swap: bool = True) -> int | None:
 
 
 def pool_name() -> str | None:
-    """Text that is the same for processes to which `shared_bytes` are the same bytes: those of one
-    host and one control group, in one container. None where nobody knows."""
+    """Text that is equal in processes that take memory from the same `shared_bytes`: they are on
+    one host, in one container and in one control group. None where nobody knows."""
     try:
         return "".join(
             (

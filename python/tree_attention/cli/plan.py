@@ -220,7 +220,7 @@ def what_is_planned(arguments: argparse.Namespace) -> tuple[Model, Work]:
 
 
 def link_between(arguments: argparse.Namespace, machines: Sequence[Machine], ranks: int) -> Link:
-    """The link that options name, or the usual one; of several, that which takes longest."""
+    """The link that options name, or the slowest of the machines' usual links."""
     if arguments.calibration is not None:
         return _measured_link("--calibration", arguments.calibration)[1]
     if arguments.link is not None:

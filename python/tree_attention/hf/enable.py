@@ -198,7 +198,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_both(op: str, shares: object, layout: object) -> None:
-    """Raises ValueError where a call of `op` has both."""
+    """Raises ValueError where a call of `op` is given shares as well as a layout."""
     if shares is not None and layout is not None:
         raise ValueError(
             f"{op}: shares and layout both say which rank keeps a token, got {shown(shares)} and "

@@ -194,7 +194,7 @@ def prepare_cache(
         if num_left_out > 0 and model_kwargs.get("inputs_embeds") is not None:
             raise ValueError(
                 f"generate: the cache holds {num_cached} tokens and transformers takes "
-                f"inputs_embeds for those of the whole text, got {num_prompt}; pass those of "
+                f"inputs_embeds of all tokens of the text, got {num_prompt}; pass embeddings of "
                 f"all {num_left_out + num_prompt} tokens, or token ids"
             )
     mask = model_kwargs.get("attention_mask")

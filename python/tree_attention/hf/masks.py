@@ -240,7 +240,8 @@ def tree_attention_mask(
 def _refuse_padding(
     attention_mask: Tensor, batch_size: int, widths: tuple[int | Tensor, int], waits: bool
 ) -> str | None:
-    """`widths`: up to the last query, and up to the last key."""
+    """Why a padding mask has not the shape of its batch, or None. `widths` are the two that it may
+    have: up to the last query, and up to the last key."""
     width, (queries, keys) = attention_mask.shape[-1], widths
     is_wide = width == keys
     if not is_wide:

@@ -164,9 +164,9 @@ class Split:
     @property
     def weights_bytes(self) -> float:
         weights = self.model.weights
-        dealt = weights.itemsize * (weights.head + weights.embedding)
-        dealt += weights.expert_itemsize * weights.experts
-        return self._layer_bytes + dealt / self._parts + weights.itemsize * weights.tables
+        split = weights.itemsize * (weights.head + weights.embedding)
+        split += weights.expert_itemsize * weights.experts
+        return self._layer_bytes + split / self._parts + weights.itemsize * weights.tables
 
     @property
     def _sums(self) -> int:

@@ -196,11 +196,11 @@ class HeadPlanner:
             for name, x in others.items()
             if type(x) is nn.Linear and x.out_features in [n * self._num_heads_q for n in sizes]
         }
-        behind, norms = self._cut_norms({x: others[x] for x in others if x not in gates})
+        follows, norms = self._cut_norms({x: others[x] for x in others if x not in gates})
         # After attention it may compute with all heads: a gate of each comes out of the queries'
         # projection (Qwen3-Next), or a norm follows (BitNet).
         queries = () if self._is_latent else self._blocks.get("q_proj", ())
-        needs_all = behind or any(block.size == 2 * head_dim for block in queries)
+        needs_all = follows or any(block.size == 2 * head_dim for block in queries)
         needs_all |= _QUERIES_AND_GATES in self._blocks
         # Entries of each query head kept after attention.
         of_heads = {_SINKS: 1} if getattr(module, _SINKS, None) is not None else {}
@@ -230,9 +230,9 @@ class HeadPlanner:
     def _cut_norms(self, norms: Mapping[str, nn.Module]) -> tuple[bool, list[str]]:
         """Cuts all norms but those that are the same for every head. Returns whether one of them
         follows attention, and the names of the norms over the features of all heads."""
-        is_any_behind, over_heads = False, []
+        is_any_after, over_heads = False, []
         for child, module in norms.items():
-            is_behind, of_keys = not child.startswith(("q", "k")), child.startswith("k")
+            is_after, of_keys = not child.startswith(("q", "k")), child.startswith("k")
             count = self._num_heads_kv if of_keys else self._num_heads_q
             begin, end = self._kv if of_keys else self._q
             for own, parameter in module.named_parameters():
@@ -244,14 +244,14 @@ class HeadPlanner:
                 elif shape == (count * self._head_dim,) and is_rms_norm(module):
                     self._cuts[path] = Cut(0, (_times(self._head_dim, (begin, end)),))
                     over_heads.append(child)
-                elif self._mesh.tensor_parallel_size > 1 or is_behind:
+                elif self._mesh.tensor_parallel_size > 1 or is_after:
                     found = f"{list(shape)} of {type(module).__name__}"
                     reason = f"it is no norm of [{self._head_dim}] for all heads, but {found}"
                     raise self._refusal(path, reason)
                 else:
                     continue
-                is_any_behind |= is_behind
-        return is_any_behind, over_heads
+                is_any_after |= is_after
+        return is_any_after, over_heads
 
     def _sizes(self) -> dict[str, Any]:
         """The attributes by which the module cuts its activations, where they change."""

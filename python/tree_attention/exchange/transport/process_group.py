@@ -87,8 +87,8 @@ class Link:
         self._ids_round = None
 
     def use_tags_of(self, number: int) -> None:
-        """Takes the tags of the communicator of a number from 1, in turn: whoever had the same ones
-        is four million communicators ago."""
+        """Takes the tags of the communicator with this number, from 1 on. Only communicators whose
+        numbers are four million apart have the same tags."""
         self.first_tag = FIRST_TAG + NUM_TAGS * (1 + (number - 1) % (FIRST_TAG // NUM_TAGS - 1))
 
     @contextmanager
@@ -363,7 +363,10 @@ class Link:
 
 
 class _Operation(AbstractContextManager[None]):
-    """A class, because a generator takes three times as long."""
+    """Counts and times one operation of a link, and names it in an error.
+
+    It is a class because a generator takes three times as long.
+    """
 
     def __init__(self, link: Link, name: str, is_counted: bool) -> None:
         self._link, self._name, self._is_counted = link, name, is_counted

@@ -314,5 +314,5 @@ def _check_room(need: Need) -> None:
 
 @functools.cache
 def _stream(device: torch.device) -> Any:
-    """On which keys leave a device, while it computes."""
+    """The stream on which keys leave a device while it computes."""
     return torch.cuda.Stream(device)

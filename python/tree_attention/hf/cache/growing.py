@@ -543,7 +543,7 @@ def check_room_to_move(layers: Sequence[TreeCacheLayer], new: Shard, length: int
 
 
 def _bytes_to_move(layers: Sequence[TreeCacheLayer], new: Shard, length: int) -> int:
-    """The most bytes that `TreeCache.reshard` allocates beyond those of the layers."""
+    """The most bytes that `TreeCache.reshard` allocates in addition to the layers' buffers."""
     peak = grown = 0
     for layer in layers:
         rows = [len(x) * row_bytes(x) for x in layer.buffers().values()]

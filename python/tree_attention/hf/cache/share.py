@@ -21,18 +21,18 @@ from .shard import Shard
 from .window import WindowLayer
 
 
-def rows_behind(layer: Any, batch: int, is_chosen_from: bool) -> Any:
-    """A layer of `batch` rows that begin with the tokens of one, which has one row; of a model that
-    chooses keys or not."""
+def shared_rows(layer: Any, batch: int, is_chosen_from: bool) -> Any:
+    """A layer of `batch` rows, each of which begins with all tokens of `layer`, which has one row.
+    `is_chosen_from`: an index of the model chooses among its keys, so that each row has a copy."""
     has_prefix = isinstance(layer, TreeCacheLayer) and not isinstance(layer, WindowLayer)
     if has_prefix and not is_chosen_from:
-        return _behind_prefix(layer, batch)
+        return _after_prefix(layer, batch)
     new = copy.deepcopy(layer)
     new.reorder_cache(torch.zeros(batch, dtype=torch.int64, device=new.device))
     return new
 
 
-def _behind_prefix(layer: TreeCacheLayer, batch: int) -> TreeCacheLayer:
+def _after_prefix(layer: TreeCacheLayer, batch: int) -> TreeCacheLayer:
     new = copy.copy(layer)
     new.handle, new._shown = KVShard(new), {}
     count = layer.shard.count(layer.length)

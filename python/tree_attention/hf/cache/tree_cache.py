@@ -21,7 +21,7 @@ from ..options import KV_DTYPES, CacheOptions, blocks_of, takes_cache_options, w
 from .build import keeps_state, new_layers
 from .growing import TreeCacheLayer, check_room_to_move, cropped_length, interrupted
 from .shard import Moves, Shard
-from .share import rows_behind
+from .share import shared_rows
 from .snapshot import files as snapshot
 from .snapshot.index import describe_model, kinds_of_states, layers_of
 from .states import StateCache
@@ -240,7 +240,7 @@ class TreeCache(StateCache):
             raise self.shard.blocks.refusal("TreeCache.share", words)
         new = copy.copy(self)
         is_chosen_from = any(layer.index_columns > 0 for layer in self.kv_layers)
-        new.layers = [rows_behind(layer, batch, is_chosen_from) for layer in self.layers]
+        new.layers = [shared_rows(layer, batch, is_chosen_from) for layer in self.layers]
         new.note_layers()
         return new
 
