@@ -46,7 +46,6 @@ else:
 from setuptools import setup  # noqa: E402
 
 CPU_SOURCES = [
-    "csrc/experts/arguments.cpp",
     "csrc/experts/multiply.cpp",
     "csrc/experts/operator.cpp",
     "csrc/experts/rows.cpp",

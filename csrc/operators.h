@@ -4,7 +4,6 @@
 // current; the outputs follow the inputs, as in the schemas of ops.cpp.
 #pragma once
 
-#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <type_traits>
@@ -14,6 +13,7 @@
 #include "args/cascade.h"
 #include "args/checks.h"
 #include "args/decode.h"
+#include "args/empty_tensor.h"
 #include "args/index.h"
 #include "args/merge.h"
 #include "args/ranges.h"
@@ -42,8 +42,9 @@ struct DecodeCalls {
     set_outputs(unused, args, o, lse);
     const auto [o_parts, lse_parts] = run_parts(parts);
     // The merge writes contiguous outputs; the caller's have any strides.
-    const at::Tensor merged_o = o.is_contiguous() ? o : at::empty(o.sizes(), o.options());
-    const at::Tensor merged_lse = lse.is_contiguous() ? lse : at::empty(lse.sizes(), lse.options());
+    const at::Tensor merged_o = o.is_contiguous() ? o : empty_tensor(o.sizes(), o.options());
+    const at::Tensor merged_lse =
+        lse.is_contiguous() ? lse : empty_tensor(lse.sizes(), lse.options());
     launch_merge(
         prepare_merge(parts.by_range(o_parts), parts.by_range(lse_parts), merged_o, merged_lse)
             .params);
@@ -170,7 +171,8 @@ std::tuple<int64_t, int64_t> lean_decode_blocks(const at::Tensor& q, const at::T
   args.v = v;
   args.key_layout = key_layout;
   if (has_8_bits(k.scalar_type())) {
-    args.k_scale = args.v_scale = at::empty(k.sizes().slice(0, 3), q.options().dtype(at::kFloat));
+    args.k_scale = args.v_scale =
+        empty_tensor(k.sizes().slice(0, 3), q.options().dtype(at::kFloat));
   }
   return ask(check_inputs(args));
 }
@@ -194,7 +196,7 @@ struct MergeStates {
   }
 };
 
-// The types of AppendArgs, for the same reason.
+// The arguments of AppendArgs, in the order of the schema.
 template <void (*launch)(const AppendParams&)>
 void append_kv(const at::Tensor& k, const std::optional<at::Tensor>& v, at::Tensor& k_cache,
                const std::optional<at::Tensor>& v_cache, const at::Tensor& slot_mapping,

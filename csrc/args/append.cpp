@@ -10,9 +10,6 @@ namespace {
 constexpr const char* kOp = "append_kv";
 constexpr ArgumentChecks kCheck{kOp};
 
-// TORCH_CHECK_VALUE with the name of the operator in front of the message.
-#define CHECK_ARG(condition, ...) TORCH_CHECK_VALUE(condition, kOp, ": ", __VA_ARGS__)
-
 AppendTensor append_tensor(const at::Tensor& rows, const at::Tensor& cache,
                            const std::optional<at::Tensor>& scale) {
   AppendTensor result{};

@@ -2,9 +2,6 @@
 #include "args/cascade.h"
 
 #include <ATen/core/DimVector.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/maximum.h>
 
 #include <algorithm>
 #include <cmath>
@@ -16,6 +13,7 @@
 #include <utility>
 
 #include "args/checks.h"
+#include "args/empty_tensor.h"
 
 namespace tree_attention {
 namespace {
@@ -232,24 +230,24 @@ std::vector<PageGroup> unpack_groups(at::IntArrayRef numbers, const at::Tensor& 
   std::vector<int64_t> ends(table.size(0), 0);
   for (size_t place = 0; place < numbers.size();) {
     const int64_t num_rows = numbers[place++];
-    TORCH_CHECK_VALUE(0 <= num_rows && num_rows <= static_cast<int64_t>(numbers.size() - place) - 2,
-                      kOp, ": groups must be whole, got ", num_rows, " rows at number ", place - 1,
-                      " of ", numbers.size());
+    CHECK_ARG(0 <= num_rows && num_rows <= static_cast<int64_t>(numbers.size() - place) - 2,
+              "groups must be whole, got ", num_rows, " rows at number ", place - 1, " of ",
+              numbers.size());
     const int64_t* rows = numbers.data() + place;
     place += num_rows + 2;
     groups.push_back({{rows, rows + num_rows}, rows[num_rows], rows[num_rows + 1]});
-    TORCH_CHECK_VALUE(fits(groups.back(), table, ends), kOp,
-                      ": groups must be those that page_groups finds in page_table, of shape ",
-                      table.sizes(), ", got ", in_python(groups.back()),
-                      ", whose sequences have not these pages in common; call page_groups again "
-                      "where a table has changed");
+    CHECK_ARG(fits(groups.back(), table, ends),
+              "groups must be those that page_groups finds in page_table, of shape ", table.sizes(),
+              ", got ", in_python(groups.back()),
+              ", whose sequences have not these pages in common; call page_groups again "
+              "where a table has changed");
   }
   return groups;
 }
 
 at::Tensor on_device(const std::vector<int64_t>& values, at::ScalarType dtype,
                      const at::Tensor& like) {
-  at::Tensor x = at::empty({static_cast<int64_t>(values.size())}, dtype);
+  at::Tensor x = empty_tensor({static_cast<int64_t>(values.size())}, dtype);
   if (dtype == at::kInt) {
     std::copy(values.begin(), values.end(), x.data_ptr<int32_t>());
   } else {
@@ -293,11 +291,11 @@ std::vector<int64_t> page_groups(const at::Tensor& page_table, at::IntArrayRef n
 }
 
 void check_cascade(const DecodeArgs& args) {
-  TORCH_CHECK_VALUE(args.page_table, kOp,
-                    ": page_table is required, as it says which keys sequences have in common");
-  TORCH_CHECK_VALUE(args.num_workers != -1, kOp,
-                    ": num_workers must not be -1, by which no bit depends on the rest of the "
-                    "batch, as bits do here; use lean_decode");
+  CHECK_ARG(args.page_table,
+            "page_table is required, as it says which keys sequences have in common");
+  CHECK_ARG(args.num_workers != -1,
+            "num_workers must not be -1, by which no bit depends on the rest of the "
+            "batch, as bits do here; use lean_decode");
 }
 
 std::vector<PageGroup> groups_of(const DecodeArgs& args, at::OptionalIntArrayRef given,
@@ -335,9 +333,9 @@ CascadeParts::CascadeParts(const DecodeArgs& args, const std::vector<PageGroup>&
   }
   const int64_t num_parts = *std::max_element(num_states.begin(), num_states.end());
   const auto options = q.options().dtype(at::kFloat);
-  o_ = at::empty({num_parts, q.size(0), q.size(1), q.size(2), args.v.size(3)}, options);
+  o_ = empty_tensor({num_parts, q.size(0), q.size(1), q.size(2), args.v.size(3)}, options);
   // No state is written of a group for the sequences that are not in it.
-  lse_ = at::full({num_parts, q.size(0), q.size(1), q.size(2)}, -INFINITY, options);
+  lse_ = empty_tensor({num_parts, q.size(0), q.size(1), q.size(2)}, options).fill_(-INFINITY);
 }
 
 CascadeCall CascadeParts::of_group(size_t index) const {
@@ -375,8 +373,8 @@ CascadeCall CascadeParts::of_group(size_t index) const {
     call.o = as_one(o, 2);
     call.lse = as_one(lse, 2);
   } else {
-    call.o = at::empty({1, o.size(1), num_rows * seqlen_q, o.size(3)}, o.options());
-    call.lse = at::empty({1, o.size(1), num_rows * seqlen_q}, o.options());
+    call.o = empty_tensor({1, o.size(1), num_rows * seqlen_q, o.size(3)}, o.options());
+    call.lse = empty_tensor({1, o.size(1), num_rows * seqlen_q}, o.options());
     call.kept_o = o;
     call.kept_lse = lse;
     call.kept_rows = places;
@@ -395,7 +393,7 @@ CascadeCall CascadeParts::of_others() const {
     at::DimVector shape(args_.key_ranges->dim(), 1);
     shape[0] = batch;
     call.args.key_ranges =
-        at::maximum(*args_.key_ranges, on_device(begins, at::kInt, args_.q).view(shape));
+        args_.key_ranges->maximum(on_device(begins, at::kInt, args_.q).view(shape));
   } else {
     std::vector<int64_t> ranges;
     for (const int64_t begin : begins) {

@@ -15,6 +15,13 @@
 
 namespace tree_attention {
 
+// TORCH_CHECK_VALUE with the name of the operator, which is kOp where this is used, in front of the
+// message.
+#define CHECK_ARG(condition, ...) TORCH_CHECK_VALUE(condition, kOp, ": ", __VA_ARGS__)
+
+// The largest scale of scores, softcap and 1 / softcap: a product of two is a normal float32.
+constexpr double kLargestScale = 1e15;
+
 // The name of a dtype as Python spells it, for messages.
 inline auto dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "args/decode.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "args/checks.h"
+#include "args/empty_tensor.h"
 #include "args/memory_overlap.h"
 
 namespace tree_attention {
@@ -15,12 +14,6 @@ namespace {
 
 constexpr const char* kOp = "lean_decode";
 constexpr ArgumentChecks kCheck{kOp};
-
-// The largest softmax_scale, softcap and 1 / softcap: a product of two is a normal float32.
-constexpr double kLargestScale = 1e15;
-
-// TORCH_CHECK_VALUE with the name of the operator in front of the message.
-#define CHECK_ARG(condition, ...) TORCH_CHECK_VALUE(condition, kOp, ": ", __VA_ARGS__)
 
 void check_keys_and_values(DecodeParams& params, const DecodeArgs& args) {
   const auto& [q, k, v] = std::tie(args.q, args.k, args.v);
@@ -190,9 +183,9 @@ DecodeParams check_inputs(const DecodeArgs& args) {
 std::tuple<at::Tensor, at::Tensor> allocate_outputs(const DecodeArgs& args) {
   const at::Tensor& q = args.q;
   const auto options = q.options();
-  return {
-      at::empty({q.size(0), q.size(1), q.size(2), args.v.size(3)}, options.dtype(out_dtype(args))),
-      at::empty({q.size(0), q.size(1), q.size(2)}, options.dtype(at::kFloat))};
+  return {empty_tensor({q.size(0), q.size(1), q.size(2), args.v.size(3)},
+                       options.dtype(out_dtype(args))),
+          empty_tensor({q.size(0), q.size(1), q.size(2)}, options.dtype(at::kFloat))};
 }
 
 void set_outputs(DecodeParams& params, const DecodeArgs& args, const at::Tensor& o,

@@ -1,24 +1,21 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "args/index.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
 #include <cmath>
 #include <limits>
 
 #include "args/checks.h"
+#include "args/empty_tensor.h"
 
 namespace tree_attention {
 namespace {
 
-constexpr const char* kIndex = "index_topk";
+constexpr const char* kOp = "index_topk";
 constexpr const char* kMerge = "merge_topk";
-constexpr ArgumentChecks kCheck{kIndex};
+constexpr ArgumentChecks kCheck{kOp};
 constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
-constexpr double kLargestScale = 1e15;
-
-#define CHECK_ARG(condition, ...) TORCH_CHECK_VALUE(condition, kIndex, ": ", __VA_ARGS__)
 
 int32_t checked_topk(const char* op, int64_t topk, int64_t num_rows) {
   TORCH_CHECK_VALUE(topk >= 1, op, ": topk must be at least 1, got ", topk);
@@ -35,7 +32,7 @@ void check_queries_and_keys(IndexParams& p, const IndexArgs& args) {
       paged ? "[num_pages, 1, page_size, head_dim]" : "[batch, 1, seqlen_k, head_dim]";
   CHECK_ARG(q.dim() == 4, "q must have shape [batch, num_heads, seqlen_q, head_dim], got ",
             q.sizes());
-  p.dtype = data_type(q.scalar_type(), kIndex, "q");
+  p.dtype = data_type(q.scalar_type(), kOp, "q");
   CHECK_ARG(q.size(1) >= 1, "q must have at least 1 head, got ", q.sizes());
   CHECK_ARG(q.size(3) >= 1, "q must have a head_dim of at least 1, got ", q.sizes());
   CHECK_ARG(k.dim() == 4, "k must have shape ", k_axes, ", got ", k.sizes());
@@ -127,7 +124,7 @@ IndexCall prepare_index(const IndexArgs& args) {
   check_queries_and_keys(p, args);
   check_pages(p, args);
   check_weights_and_ranges(p, args);
-  p.topk = checked_topk(kIndex, args.topk, p.batch);
+  p.topk = checked_topk(kOp, args.topk, p.batch);
   // Written so that NaN fails.
   CHECK_ARG(std::abs(args.scale) <= kLargestScale, "scale must be in [", -kLargestScale, ", ",
             kLargestScale, "], got ", args.scale);
@@ -148,8 +145,8 @@ IndexCall prepare_index(const IndexArgs& args) {
   p.num_workers = args.num_workers;
 
   const std::vector<int64_t> sizes{p.batch, p.num_choices(), p.seqlen_q, p.topk};
-  call.scores = at::empty(sizes, args.q.options().dtype(at::kFloat));
-  call.slots = at::empty(sizes, args.q.options().dtype(at::kInt));
+  call.scores = empty_tensor(sizes, args.q.options().dtype(at::kFloat));
+  call.slots = empty_tensor(sizes, args.q.options().dtype(at::kInt));
   p.scores = static_cast<float*>(call.scores.mutable_data_ptr());
   p.slots = static_cast<int32_t*>(call.slots.mutable_data_ptr());
   return call;
@@ -177,8 +174,8 @@ MergeTopkCall prepare_merge_topk(const at::Tensor& scores, const at::Tensor& slo
   const std::vector<int64_t> parts{p.num_parts, p.num_rows, p.num_entries};
   call.scores_parts = scores.reshape(parts);
   call.slots_parts = slots.reshape(parts);
-  call.scores = at::empty(sizes, scores.options());
-  call.slots = at::empty(sizes, slots.options());
+  call.scores = empty_tensor(sizes, scores.options());
+  call.slots = empty_tensor(sizes, slots.options());
   p.scores_parts = elements<float>(call.scores_parts);
   p.slots_parts = elements<int32_t>(call.slots_parts);
   copy_strides(p.scores_stride, call.scores_parts);
@@ -187,7 +184,5 @@ MergeTopkCall prepare_merge_topk(const at::Tensor& scores, const at::Tensor& slo
   p.slots = static_cast<int32_t*>(call.slots.mutable_data_ptr());
   return call;
 }
-
-#undef CHECK_ARG
 
 }  // namespace tree_attention

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "args/merge.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/util/accumulate.h>
 
 #include "args/checks.h"
+#include "args/empty_tensor.h"
 #include "args/memory_overlap.h"
 
 namespace tree_attention {
@@ -12,32 +12,26 @@ namespace tree_attention {
 namespace {
 
 constexpr const char* kOp = "merge_states";
+constexpr ArgumentChecks kCheck{kOp};
 
 void check_parts(const at::Tensor& o_parts, const at::Tensor& lse_parts) {
-  TORCH_CHECK_VALUE(o_parts.dim() >= 2, kOp, ": o_parts must have shape [n, ..., head_dim], got ",
-                    o_parts.sizes());
-  TORCH_CHECK_VALUE(o_parts.size(0) >= 1, kOp, ": o_parts must hold at least one part, got ",
-                    o_parts.sizes());
-  TORCH_CHECK_VALUE(o_parts.size(-1) >= 1, kOp,
-                    ": o_parts must have a head_dim of at least 1, got ", o_parts.sizes());
-  TORCH_CHECK_VALUE(lse_parts.sizes() == o_parts.sizes().slice(0, o_parts.dim() - 1), kOp,
-                    ": lse_parts must have shape [n, ...] = ",
-                    o_parts.sizes().slice(0, o_parts.dim() - 1), ", got ", lse_parts.sizes());
-  TORCH_CHECK_VALUE(lse_parts.scalar_type() == at::kFloat, kOp, ": lse_parts must be float32, got ",
-                    dtype_name(lse_parts.scalar_type()));
-  TORCH_CHECK_VALUE(lse_parts.device() == o_parts.device(), kOp,
-                    ": lse_parts must be on o_parts' device ", o_parts.device(), ", got ",
-                    lse_parts.device());
+  CHECK_ARG(o_parts.dim() >= 2, "o_parts must have shape [n, ..., head_dim], got ",
+            o_parts.sizes());
+  CHECK_ARG(o_parts.size(0) >= 1, "o_parts must hold at least one part, got ", o_parts.sizes());
+  CHECK_ARG(o_parts.size(-1) >= 1, "o_parts must have a head_dim of at least 1, got ",
+            o_parts.sizes());
+  kCheck.shape("lse_parts", "[n, ...]", lse_parts, o_parts.sizes().slice(0, o_parts.dim() - 1));
+  kCheck.dtype("lse_parts", lse_parts, at::kFloat);
+  CHECK_ARG(lse_parts.device() == o_parts.device(), "lse_parts must be on o_parts' device ",
+            o_parts.device(), ", got ", lse_parts.device());
 }
 
 void check_output(const at::Tensor& output, const char* name, at::IntArrayRef sizes,
                   const at::Tensor& o_parts) {
-  TORCH_CHECK_VALUE(output.sizes() == sizes, kOp, ": ", name, " must have shape ", sizes, ", got ",
-                    output.sizes());
-  TORCH_CHECK_VALUE(output.is_contiguous(), kOp, ": ", name, " must be contiguous, got strides ",
-                    output.strides());
-  TORCH_CHECK_VALUE(output.device() == o_parts.device(), kOp, ": ", name,
-                    " must be on o_parts' device ", o_parts.device(), ", got ", output.device());
+  CHECK_ARG(output.sizes() == sizes, name, " must have shape ", sizes, ", got ", output.sizes());
+  CHECK_ARG(output.is_contiguous(), name, " must be contiguous, got strides ", output.strides());
+  CHECK_ARG(output.device() == o_parts.device(), name, " must be on o_parts' device ",
+            o_parts.device(), ", got ", output.device());
 }
 
 MergeCall prepare(const at::Tensor& o_parts, const at::Tensor& lse_parts, const at::Tensor& o,
@@ -55,8 +49,9 @@ MergeCall prepare(const at::Tensor& o_parts, const at::Tensor& lse_parts, const 
   call.o_parts = o_parts.reshape({params.num_parts, params.num_rows, params.head_dim});
   if (params.head_dim > 1 && call.o_parts.stride(2) != 1) call.o_parts = call.o_parts.contiguous();
   call.lse_parts = lse_parts.reshape({params.num_parts, params.num_rows});
-  call.o = o.defined() ? o : at::empty(o_parts.sizes().slice(1), o_parts.options().dtype(o_dtype));
-  call.lse = lse.defined() ? lse : at::empty(lse_parts.sizes().slice(1), lse_parts.options());
+  call.o =
+      o.defined() ? o : empty_tensor(o_parts.sizes().slice(1), o_parts.options().dtype(o_dtype));
+  call.lse = lse.defined() ? lse : empty_tensor(lse_parts.sizes().slice(1), lse_parts.options());
 
   params.o_parts = call.o_parts.const_data_ptr();
   params.lse_parts = elements<float>(call.lse_parts);
@@ -83,8 +78,7 @@ MergeCall prepare_merge(const at::Tensor& o_parts, const at::Tensor& lse_parts, 
   check_parts(o_parts, lse_parts);
   check_output(o, "o", o_parts.sizes().slice(1), o_parts);
   check_output(lse, "lse", lse_parts.sizes().slice(1), o_parts);
-  TORCH_CHECK_VALUE(lse.scalar_type() == at::kFloat, kOp, ": lse must be float32, got ",
-                    dtype_name(lse.scalar_type()));
+  kCheck.dtype("lse", lse, at::kFloat);
   check_outputs(kOp, {{"o", o}, {"lse", lse}}, {{"o_parts", o_parts}, {"lse_parts", lse_parts}});
   return prepare(o_parts, lse_parts, o, lse, o.scalar_type(), "o");
 }

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "args/ranges.h"
 
-#include <ATen/ops/empty.h>
-
 #include <vector>
 
 #include "args/checks.h"
+#include "args/empty_tensor.h"
 
 namespace tree_attention {
 namespace {
@@ -63,7 +62,7 @@ RangeParts::RangeParts(const DecodeArgs& args, at::ScalarType out_dtype) : call_
   params_.ranges = elements<int32_t>(ranges);
   for (int axis = 0; axis < 3; ++axis) params_.ranges_stride[axis] = ranges.stride(axis);
 
-  call_.key_ranges = at::empty({num_sequences, params_.seqlen_q, 2}, ranges.options());
+  call_.key_ranges = empty_tensor({num_sequences, params_.seqlen_q, 2}, ranges.options());
   params_.parts = call_.key_ranges->data_ptr<int32_t>();
   call_.q = repeated(args.q);
   if (args.query_positions) call_.query_positions = repeated(*args.query_positions);
@@ -71,7 +70,7 @@ RangeParts::RangeParts(const DecodeArgs& args, at::ScalarType out_dtype) : call_
     call_.page_table = repeated(*args.page_table);
   } else {
     // The keys of a sequence are its only page.
-    call_.page_table = at::empty({num_sequences, 1}, ranges.options());
+    call_.page_table = empty_tensor({num_sequences, 1}, ranges.options());
     params_.sequences = call_.page_table->data_ptr<int32_t>();
   }
   call_.out_dtype = at::kFloat;
@@ -83,7 +82,7 @@ at::Tensor RangeParts::repeated(const at::Tensor& x) {
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes[0] *= call_.num_ranges;
   if (x.size(0) == 1) return x.expand(sizes);
-  at::Tensor result = at::empty(sizes, x.options());
+  at::Tensor result = empty_tensor(sizes, x.options());
   const int64_t scale = static_cast<int64_t>(x.element_size()) / 2;
   RepeatedTensor& to_repeat = params_.repeated[params_.num_repeated++];
   to_repeat.from = static_cast<const uint16_t*>(x.const_data_ptr());

@@ -3,7 +3,6 @@
 // The bridge from the operators to the kernels: device, stream and workspace.
 #include "ops_cuda.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
@@ -17,6 +16,7 @@
 
 #include "append/append_kv.cuh"
 #include "args/checks.h"
+#include "args/empty_tensor.h"
 #include "args/host_values.h"
 #include "checks.h"
 #include "decode/check_pages.cuh"
@@ -70,7 +70,7 @@ bool is_debug_mode(const char* op) {
 
 void check_pages(const DecodeParams& params, cudaStream_t stream) {
   const int64_t bytes = int64_t{params.batch} * num_page_lists(params) * sizeof(BadPage);
-  const at::Tensor found = at::empty({bytes}, at::device(at::kCUDA).dtype(at::kByte));
+  const at::Tensor found = empty_tensor({bytes}, at::device(at::kCUDA).dtype(at::kByte));
   C10_CUDA_CHECK(
       launch_check_pages({params, reinterpret_cast<BadPage*>(found.data_ptr())}, stream));
   check_found_pages(params, reinterpret_cast<const BadPage*>(found.cpu().const_data_ptr()));
