@@ -13,6 +13,7 @@
 #if defined(__CUDACC__)
 #include "launch_kernel.h"
 #include "ptx.h"
+#include "ptx_hopper.h"
 #else
 #include "emulator.h"
 #endif

@@ -36,6 +36,25 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
+// 9.7.13.1 (bar): waits for `count` threads, whole warps, at one of the barriers 1 to 15 of the
+// block; __syncthreads is barrier 0.
+__device__ __forceinline__ void bar_sync(uint32_t barrier, uint32_t count) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// The same, and whether any of them gives true.
+__device__ __forceinline__ bool bar_red_or(uint32_t barrier, uint32_t count, bool predicate) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %3, 0;\n"
+      "bar.red.or.pred q, %1, %2, p;\n"
+      "selp.b32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(barrier), "r"(count), "r"(static_cast<int>(predicate))
+      : "memory");
+  return any != 0;
+}
+
 // From compute capability 9.0 on the blocks of a cluster run side by side, wait for one another and
 // read one another's shared memory.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
