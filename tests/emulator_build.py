@@ -17,7 +17,8 @@ COMPILER = Compiler(BUILD, FLAGS, header=Path("tests/cuda_emulator/standard_libr
 PARTIAL_LINK_FLAGS = ["-no-pie", "-Wl,--unresolved-symbols=ignore-in-object-files"]
 
 EMULATOR = [
-    Path("tests/cuda_emulator") / name for name in ("fiber.cpp", "machine.cpp", "ptx_host.cpp")
+    Path("tests/cuda_emulator") / name
+    for name in ("fiber.cpp", "hopper.cpp", "machine.cpp", "products.cpp", "ptx_host.cpp")
 ]
 TESTS = [
     Path("tests/cpp/decode_case.cpp"),

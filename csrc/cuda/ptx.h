@@ -46,9 +46,9 @@ __device__ __forceinline__ void bar_sync(uint32_t barrier, uint32_t count) {
 __device__ __forceinline__ bool bar_red_or(uint32_t barrier, uint32_t count, bool predicate) {
   uint32_t any;
   asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %3, 0;\n"
-      "bar.red.or.pred q, %1, %2, p;\n"
-      "selp.b32 %0, 1, 0, q;\n}"
+      "{\n.reg .pred %%given, %%any;\nsetp.ne.b32 %%given, %3, 0;\n"
+      "bar.red.or.pred %%any, %1, %2, %%given;\n"
+      "selp.b32 %0, 1, 0, %%any;\n}"
       : "=r"(any)
       : "r"(barrier), "r"(count), "r"(static_cast<int>(predicate))
       : "memory");

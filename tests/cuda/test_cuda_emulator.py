@@ -39,11 +39,12 @@ def test_decode(program: Path, cases: str) -> None:
     run(program, f"decode_{cases}")
 
 
-def test_every_instruction_has_a_host_version_and_known_answers() -> None:
-    header = (ROOT / "csrc/cuda/ptx.h").read_text()
-    names = re.findall(r"__forceinline__ [\w*: ]+?[ *](\w+)\(", header)
-    assert len(names) == header.count("__forceinline__") > 10
-    host = (ROOT / "tests/cuda_emulator/ptx_host.h").read_text()
+@pytest.mark.parametrize("header", ["ptx", "ptx_hopper"])
+def test_every_instruction_has_a_host_version_and_known_answers(header: str) -> None:
+    text = (ROOT / f"csrc/cuda/{header}.h").read_text()
+    names = re.findall(r"__forceinline__ [\w*: ]+?[ *](\w+)\(", text)
+    assert len(names) == text.count("__forceinline__") > 10
+    host = (ROOT / f"tests/cuda_emulator/{header}_host.h").read_text()
     folder = ROOT / "tests/cuda_emulator"
     answers = "".join(path.read_text() for path in folder.glob("ptx_known_*.cuh"))
     for name in names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The PTX instructions of csrc/cuda/ptx.h on a GPU: the answers that the emulator gives, too."""
+"""The PTX instructions of csrc/cuda/ptx.h and ptx_hopper.h on a GPU: the answers that the emulator gives, too."""
 
 import subprocess
 from pathlib import Path
@@ -23,7 +23,7 @@ def compile_program(directory: Path, architecture: str) -> Path:
     return program
 
 
-@pytest.mark.parametrize("architecture", ["80", "90"])
+@pytest.mark.parametrize("architecture", ["80", "90", "90a"])
 def test_compiles(architecture, tmp_path):
     compile_program(tmp_path, architecture)
 
@@ -31,6 +31,7 @@ def test_compiles(architecture, tmp_path):
 @pytest.mark.gpu("program that runs on it")
 def test_known_answers(cuda, tmp_path):
     major, minor = torch.cuda.get_device_capability(cuda)
-    program = compile_program(tmp_path, f"{major}{minor}")
+    architecture = f"{major}{minor}"
+    program = compile_program(tmp_path, "90a" if architecture == "90" else architecture)
     result = subprocess.run([program], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and result.stdout == "all answers are right\n", result.stdout

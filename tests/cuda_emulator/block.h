@@ -8,13 +8,16 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <source_location>
 #include <vector>
 
 #include "async_copies.h"
+#include "async_proxy.h"
 #include "fiber.h"
 #include "machine.h"
+#include "products.h"
 #include "sanitizers.h"
 
 namespace tree_attention::emulator {
@@ -36,6 +39,8 @@ struct Thread {
   AsyncCopies copies;
   const char* waits_for = nullptr;  // null: it does not wait
   std::source_location where;
+  bool at_barrier = false;             // in memory, which others than its warp may end
+  std::map<uint32_t, int64_t> phases;  // the last that this thread has seen the end of
   bool ended = false;
   Fiber fiber;
 };
@@ -54,6 +59,21 @@ struct Meeting {
   void* object() { return &order[generation % 2]; }
 };
 
+// A barrier of some threads of a block.
+struct NamedBarrier {
+  struct Arrival {
+    Thread* thread;
+    bool* any;  // what it is told
+  };
+  std::vector<Arrival> arrived;
+  uint32_t count = 0;
+  bool votes = false, any = false;
+  unsigned generation = 0;
+  char order[2];
+
+  void* object() { return &order[generation % 2]; }
+};
+
 struct Warp {
   Block* block;
   std::vector<std::unique_ptr<Thread>> lanes;
@@ -61,6 +81,8 @@ struct Warp {
   size_t position = 0;  // among the runnable warps, if any lane is runnable
   Meeting meeting;
   void* operands[kWarpSize];
+  Products products;
+  int registers = 0;  // of a thread; 0: as the launch has them
 };
 
 // Blocks that are resident together, and where they meet.
@@ -105,6 +127,14 @@ struct Block {
     return std::all_of(end, end + kRedzone, [](unsigned char x) { return x == kPoison; });
   }
 
+  AsyncProxy& async() {
+    if (async_proxy == nullptr) {
+      async_proxy = std::make_unique<AsyncProxy>();
+      async_proxy->memory.resize(shared_bytes, static_cast<char>(kPoison));
+    }
+    return *async_proxy;
+  }
+
   unsigned rank() const { return index % grid->cluster_size; }  // in its cluster
 
   Grid* grid;
@@ -119,6 +149,13 @@ struct Block {
   unsigned runnable_warps = 0;
   unsigned ended_threads = 0;
   Meeting barrier;
+  NamedBarrier named_barriers[16];
+  std::unique_ptr<AsyncProxy> async_proxy;    // null: not used
+  std::map<size_t, ProductLog> product_logs;  // of warpgroups
 };
+
+// The bytes at an address of its memory, as shared_bytes() of machine.h.
+char* block_bytes(const Block& block, uint32_t address, int num_bytes,
+                  const std::source_location& where);
 
 }  // namespace tree_attention::emulator

@@ -14,6 +14,7 @@
 
 #include "cuda_runtime_api.h"
 #include "machine.h"
+#include "ptx_hopper_host.h"
 #include "ptx_host.h"
 #include "warp_functions.h"
 

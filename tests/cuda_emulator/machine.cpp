@@ -165,8 +165,12 @@ char* shared_bytes(uint32_t address, int num_bytes, const std::source_location& 
   const uint32_t mapped = address >> kRankBit;
   const Block* const owner = mapped == 0 ? own : own->cluster->blocks[mapped - 1];
   if (owner == nullptr) fail("the block whose memory this is has ended", where);
-  const Block& block = *owner;
-  const int64_t offset = int64_t{address & ((1u << kRankBit) - 1)} - kSharedBase;
+  return block_bytes(*owner, address & ((1u << kRankBit) - 1), num_bytes, where);
+}
+
+char* block_bytes(const Block& block, uint32_t address, int num_bytes,
+                  const std::source_location& where) {
+  const int64_t offset = int64_t{address} - kSharedBase;
   if (offset % num_bytes != 0) {
     fail("shared address " + std::to_string(offset) + " is no multiple of " +
              std::to_string(num_bytes),

@@ -101,31 +101,6 @@ struct FromFloat16 {
   static float convert(uint16_t bits) { return cvt_f32_f16(bits); }
 };
 
-// d += a b^T
-void add_products(const float (&a)[16][16], const float (&b)[8][16], float (&d)[16][8]) {
-  const emulator::TensorCore& core = emulator::tensor_core();
-  if (core.block > 0) {
-    for (int m = 0; m < 16; ++m) {
-      for (int n = 0; n < 8; ++n) {
-        for (int k = 0; k < 16; k += core.block) {
-          d[m][n] = emulator::add_products(core, d[m][n], &a[m][k], &b[n][k]);
-        }
-      }
-    }
-    return;
-  }
-  float transposed[16][8], sums[16][8] = {};
-  for (int k = 0; k < 16; ++k) {
-    for (int n = 0; n < 8; ++n) transposed[k][n] = b[n][k];
-  }
-  for (int m = 0; m < 16; ++m) {
-    for (int k = 0; k < 16; ++k) {
-      for (int n = 0; n < 8; ++n) sums[m][n] += a[m][k] * transposed[k][n];
-    }
-    for (int n = 0; n < 8; ++n) d[m][n] += sums[m][n];
-  }
-}
-
 template <typename From>
 void multiply_matrices(void* const (&lanes)[kWarpSize]) {
   float a[16][16], b[8][16], d[16][8];  // b[n][k]
@@ -147,7 +122,7 @@ void multiply_matrices(void* const (&lanes)[kWarpSize]) {
       d[g + 8][k] = operands.d[2 + half];
     }
   }
-  add_products(a, b, d);
+  emulator::add_products(a, b, d);
   for (int lane = 0; lane < kWarpSize; ++lane) {
     auto& operands = *static_cast<MmaOperands*>(lanes[lane]);
     const int g = lane / 4, t = lane % 4;

@@ -9,6 +9,7 @@
 #include <limits>
 #include <source_location>
 
+#include "hopper.h"
 #include "machine.h"
 
 namespace tree_attention::cuda {
@@ -25,6 +26,15 @@ inline char* dynamic_shared_memory() { return emulator::shared_memory(); }
 // One launch ends before the next begins.
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
+
+inline void bar_sync(uint32_t barrier, uint32_t count,
+                     source_location where = source_location::current()) {
+  emulator::named_barrier(barrier, count, false, false, where);
+}
+inline bool bar_red_or(uint32_t barrier, uint32_t count, bool predicate,
+                       source_location where = source_location::current()) {
+  return emulator::named_barrier(barrier, count, true, predicate, where);
+}
 
 constexpr bool kHasClusters = true;
 inline void barrier_cluster(source_location where = source_location::current()) {

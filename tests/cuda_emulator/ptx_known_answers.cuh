@@ -15,6 +15,7 @@
 #include "check.h"
 #include "cuda/device.h"
 #include "known_answers_device.h"
+#include "ptx_known_hopper.cuh"
 #include "ptx_known_matrices.cuh"
 #include "ptx_known_pairs.cuh"
 
@@ -379,6 +380,8 @@ inline void test_known_answers(const Device& device) {
   test_shuffles(device);
   test_early_launches(device);
   test_clusters(device);
+  test_named_barriers(device);
+  test_hopper(device);
 }
 
 }  // namespace tree_attention::testing

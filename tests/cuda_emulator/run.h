@@ -44,7 +44,8 @@ using Grids = std::vector<std::unique_ptr<Grid>>;
 // The device while it runs some launches.
 class Run {
  public:
-  explicit Run(const Grids& grids) : grids_(grids), random_(options().seed) {
+  explicit Run(const Grids& grids)
+      : grids_(grids), random_(options().seed), time_(~options().seed) {
     for (const auto& grid : grids) {
       auto& order = grid->order;
       order.resize(grid->num_blocks / grid->cluster_size);
@@ -55,10 +56,12 @@ class Run {
     }
     // From warps that change at every opportunity to warps that run until they must wait.
     switch_period_ = 1u << 2 * random_.below(9);
+    period_of_time_ = 1u << time_.below(9);
   }
 
   void run() {
     for (begin_blocks(); !blocks_.empty(); begin_blocks()) {
+      while (runnable_.empty() && !copies_.empty()) end_copy(copies_.begin());
       if (runnable_.empty()) throw Error("deadlock: " + describe(*blocks_.front()));
       switch_to(next_thread(), os_thread_);
       if (error_) break;
@@ -128,6 +131,34 @@ class Run {
     acquire(object);
   }
 
+  // Until something wakes this thread.
+  void wait_for(const char* name, const std::source_location& where) {
+    acquire_loads_ = 0;
+    current->waits_for = name;
+    current->where = where;
+    wait();
+    current->waits_for = nullptr;
+  }
+
+  // At a place where others may come first.
+  void change_thread_at(const std::source_location& where) {
+    acquire_loads_ = 0;
+    current->where = where;
+    change_thread();
+  }
+
+  void wake(Thread& thread) {
+    Warp& warp = *thread.warp;
+    if (warp.runnable == 0) add_runnable(warp);
+    warp.runnable |= 1u << thread.lane;
+  }
+
+  void begin(BulkCopy copy) { copies_.push_back(std::move(copy)); }
+  void begin_product(Warp& warp) { multiplying_.push_back(&warp); }
+  void end_product(Warp& warp) {
+    multiplying_.erase(std::find(multiplying_.begin(), multiplying_.end(), &warp));
+  }
+
   void switch_point(At at_what, const std::source_location& where) {
     if (at_what == At::kAtomic) acquire_loads_ = 0;
     if (at_what == At::kAcquireLoad && ++acquire_loads_ > kLivelock) {
@@ -139,6 +170,7 @@ class Run {
   }
 
   bool coin() { return random_.below(2) == 0; }
+  bool once_in(uint32_t times) { return random_.below(times) == 0; }
 
   static inline Run* running = nullptr;
   static inline Thread* current = nullptr;
@@ -187,6 +219,12 @@ class Run {
       throw Error("block " + std::to_string((*ended)->index) + " wrote beyond its " +
                   std::to_string((*ended)->shared_bytes) + " bytes of shared memory");
     }
+    for (const BulkCopy& copy : copies_) {
+      if (copy.block == ended->get()) {
+        throw Error(at(copy.where) + ": block " + std::to_string((*ended)->index) +
+                    " ended before this copy");
+      }
+    }
     ++(*ended)->grid->ended;
     blocks_.erase(ended);
   }
@@ -215,11 +253,16 @@ class Run {
     Block& block = *thread.warp->block;
     release(&block.grid->end);
     const Hidden hidden;
+    if (!thread.warp->products.issued.empty()) {
+      fail("a warp ends with products that it has not waited for",
+           thread.warp->products.issued.front().where);
+    }
     thread.ended = true;
     thread.waits_for = "the end";
     if (++block.ended_threads < block.grid->num_threads) {
       wait();
     } else {
+      require_equal_products(block);
       leave();
     }
   }
@@ -245,13 +288,12 @@ class Run {
   }
 
   void add_runnable(Warp& warp) {
-    warp.runnable = kAllLanes;
     warp.position = runnable_.size();
     runnable_.push_back(&warp);
     ++warp.block->runnable_warps;
   }
 
-  // Every lane that waits; the running one is runnable already.
+  // Every lane, all of which wait or run.
   void wake(Warp& warp) {
     if (warp.runnable == 0) add_runnable(warp);
     warp.runnable = kAllLanes;
@@ -260,16 +302,46 @@ class Run {
   void wait() {
     Warp& warp = *current->warp;
     leave();
+    let_time_pass();
     if (warp.runnable == 0) {
       // Nothing but its own lanes can complete a function of the warp.
-      if (warp.meeting.arrived != 0) {
+      const bool others_can = std::any_of(warp.lanes.begin(), warp.lanes.end(),
+                                          [](const auto& thread) { return thread->at_barrier; });
+      if (warp.meeting.arrived != 0 && !others_can) {
         fail("divergence: " + describe(*warp.block), warp.meeting.where);
       }
-      if (!can_run(*warp.block->cluster)) {
-        fail("deadlock: " + describe(*warp.block), current->where);
+      const Cluster* const cluster = warp.block->cluster;
+      while (!can_run(*cluster)) {
+        const auto copy = std::find_if(
+            copies_.begin(), copies_.end(),
+            [cluster](const BulkCopy& copy) { return copy.block->cluster == cluster; });
+        if (copy == copies_.end()) fail("deadlock: " + describe(*warp.block), current->where);
+        end_copy(copy);
       }
     }
-    switch_to(next_thread(), current->fiber);
+    Thread& next = next_thread();
+    if (&next != current) switch_to(next, current->fiber);
+  }
+
+  // Copies arrive and products are computed, one at a time, whatever threads do.
+  void let_time_pass() {
+    if (copies_.empty() && multiplying_.empty()) return;
+    if (time_.below(period_of_time_) != 0) return;
+    const auto some = [this](const auto& of) {
+      return of.begin() + time_.below(static_cast<uint32_t>(of.size()));
+    };
+    if (!multiplying_.empty()) {
+      const auto warp = some(multiplying_);
+      do_product(**warp);
+      multiplying_.erase(warp);
+    }
+    if (!copies_.empty()) end_copy(copies_.begin() + (some(copies_) - copies_.cbegin()));
+  }
+
+  void end_copy(std::vector<BulkCopy>::iterator place) {
+    BulkCopy copy = std::move(*place);
+    copies_.erase(place);
+    arrive_in_shared_memory(copy);
   }
 
   static bool can_run(const Cluster& cluster) {
@@ -290,6 +362,7 @@ class Run {
   }
 
   void change_thread(bool gives_way = false) {
+    let_time_pass();
     Thread& next = next_thread(gives_way);
     if (&next != current) switch_to(next, current->fiber);
   }
@@ -352,12 +425,15 @@ class Run {
 
   const Grids& grids_;
   Random random_;
-  unsigned switch_period_;
+  Random time_;  // when copies arrive
+  unsigned switch_period_, period_of_time_;
   // They live as long as the run: stacks of threads that an error stops are not unwound, so that no
   // thread may own one.
   std::vector<std::unique_ptr<Cluster>> clusters_;
   std::vector<std::unique_ptr<Block>> blocks_;
   std::vector<Warp*> runnable_;
+  std::vector<BulkCopy> copies_;    // under way
+  std::vector<Warp*> multiplying_;  // once for each product that has not been computed
   Fiber os_thread_;
   std::exception_ptr error_;
   int64_t acquire_loads_ = 0;  // since something else happened

@@ -58,4 +58,29 @@ inline float add_products(const TensorCore& core, float c, const float* a, const
   return truncate_to_float(static_cast<double>(sum) * power_of_two(last_place));
 }
 
+// d += a b^T, on the emulated device's core.
+inline void add_products(const float (&a)[16][16], const float (&b)[8][16], float (&d)[16][8]) {
+  const TensorCore& core = tensor_core();
+  if (core.block > 0) {
+    for (int m = 0; m < 16; ++m) {
+      for (int n = 0; n < 8; ++n) {
+        for (int k = 0; k < 16; k += core.block) {
+          d[m][n] = add_products(core, d[m][n], &a[m][k], &b[n][k]);
+        }
+      }
+    }
+    return;
+  }
+  float transposed[16][8], sums[16][8] = {};
+  for (int k = 0; k < 16; ++k) {
+    for (int n = 0; n < 8; ++n) transposed[k][n] = b[n][k];
+  }
+  for (int m = 0; m < 16; ++m) {
+    for (int k = 0; k < 16; ++k) {
+      for (int n = 0; n < 8; ++n) sums[m][n] += a[m][k] * transposed[k][n];
+    }
+    for (int n = 0; n < 8; ++n) d[m][n] += sums[m][n];
+  }
+}
+
 }  // namespace tree_attention::emulator
