@@ -42,7 +42,7 @@ cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,
   benchmarks/cuda/ablations/{ablations,stamped}.cu
   build/instances/lean_decode_{bf16_64,bf16_128,bf16_576,fp16_576,fp16_256,fp32_64,fp32_256}.cu
   build/instances/lean_decode_{bf16_int8_64,bf16_float8_64,bf16_int8_128,fp16_float8_128}.cu
-  tests/cuda_emulator/{fiber,machine,main,ptx_host,test_*}.cpp)
+  tests/cuda_emulator/{fiber,hopper,machine,main,products,ptx_host,test_*}.cpp)
 decode_cases=(decode_{short,short_kinds,int8_short,float8_short,latents_short,float16_latents_short}
   decode_clusters_short)
 missing_flags=(-no-pie -Wl,--unresolved-symbols=ignore-in-object-files)

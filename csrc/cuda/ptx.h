@@ -36,19 +36,19 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif
 }
 
-// 9.7.13.1 (bar): waits for `count` threads, whole warps, at one of the barriers 1 to 15 of the
+// 9.7.13.1 (barrier): waits for `count` threads, whole warps, at one of the barriers 1 to 15 of the
 // block; __syncthreads is barrier 0.
 __device__ __forceinline__ void bar_sync(uint32_t barrier, uint32_t count) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(count) : "memory");
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 // The same, and whether any of them gives true.
 __device__ __forceinline__ bool bar_red_or(uint32_t barrier, uint32_t count, bool predicate) {
   uint32_t any;
   asm volatile(
-      "{\n.reg .pred %%given, %%any;\nsetp.ne.b32 %%given, %3, 0;\n"
-      "bar.red.or.pred %%any, %1, %2, %%given;\n"
-      "selp.b32 %0, 1, 0, %%any;\n}"
+      "{\n\t.reg .pred %%given;\n\t.reg .pred %%any;\n\tsetp.ne.b32 %%given, %3, 0;\n"
+      "barrier.cta.red.or.aligned.pred %%any, %1, %2, %%given;\n"
+      "selp.b32 %0, 1, 0, %%any;\n\t}"
       : "=r"(any)
       : "r"(barrier), "r"(count), "r"(static_cast<int>(predicate))
       : "memory");

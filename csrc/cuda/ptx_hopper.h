@@ -56,9 +56,9 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
   uint32_t ended;
   asm volatile(
-      "{\n.reg .pred %%ended;\n"
+      "{\n\t.reg .pred %%ended;\n"
       "mbarrier.try_wait.parity.shared::cta.b64 %%ended, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, %%ended;\n}"
+      "selp.b32 %0, 1, 0, %%ended;\n\t}"
       : "=r"(ended)
       : "r"(barrier), "r"(parity)
       : "memory");
@@ -159,13 +159,13 @@ __device__ __forceinline__ void wgmma_after_wait(float (&d)[kCount]) {
 #define TREE_ATTENTION_D_64(i) TREE_ATTENTION_D_32(i), TREE_ATTENTION_D_32((i) + 32)
 
 // With `count` accumulators; `o0` to `o3` are the numbers of the operands that follow them.
-#define TREE_ATTENTION_WGMMA(type, n, count, o0, o1, o2, o3)                              \
-  asm volatile("{\n.reg .pred %%accumulates;\nsetp.ne.b32 %%accumulates, %" #o2           \
-               ", 0;\n"                                                                   \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type          \
-               " {" TREE_ATTENTION_NAMES_##count "}, %" #o0 ", %" #o1                     \
-                                                 ", %%accumulates, 1, 1, %" #o3 ", 0;\n}" \
-               : TREE_ATTENTION_D_##count(0)                                              \
+#define TREE_ATTENTION_WGMMA(type, n, count, o0, o1, o2, o3)                                \
+  asm volatile("{\n\t.reg .pred %%accumulates;\n\tsetp.ne.b32 %%accumulates, %" #o2         \
+               ", 0;\n"                                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type            \
+               " {" TREE_ATTENTION_NAMES_##count "}, %" #o0 ", %" #o1                       \
+                                                 ", %%accumulates, 1, 1, %" #o3 ", 0;\n\t}" \
+               : TREE_ATTENTION_D_##count(0)                                                \
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposedA ? 1 : 0))
 #define TREE_ATTENTION_WGMMA_OF(type)                                                        \
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32 || kCount == 64); \
@@ -190,14 +190,14 @@ __device__ __forceinline__ void wgmma_m64k16_f16(float (&d)[kCount], uint64_t a,
 #undef TREE_ATTENTION_WGMMA_OF
 
 // The same with a in registers, in each warp as mma_m16n8k16 has it (ptx.h).
-#define TREE_ATTENTION_WGMMA(type, n, count, o0, o1, o2, o3, o4, o5)                       \
-  asm volatile("{\n.reg .pred %%accumulates;\nsetp.ne.b32 %%accumulates, %" #o5            \
-               ", 0;\n"                                                                    \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type           \
-               " {" TREE_ATTENTION_NAMES_##count "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3 \
-                                                 "}, %" #o4 ", %%accumulates, 1, 1, 0;\n}" \
-               : TREE_ATTENTION_D_##count(0)                                               \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                       \
+#define TREE_ATTENTION_WGMMA(type, n, count, o0, o1, o2, o3, o4, o5)                         \
+  asm volatile("{\n\t.reg .pred %%accumulates;\n\tsetp.ne.b32 %%accumulates, %" #o5          \
+               ", 0;\n"                                                                      \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type             \
+               " {" TREE_ATTENTION_NAMES_##count "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3   \
+                                                 "}, %" #o4 ", %%accumulates, 1, 1, 0;\n\t}" \
+               : TREE_ATTENTION_D_##count(0)                                                 \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                         \
                  "r"(static_cast<int>(accumulate)))
 #define TREE_ATTENTION_WGMMA_OF(type)                                                        \
   static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32 || kCount == 64); \

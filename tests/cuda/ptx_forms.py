@@ -87,8 +87,10 @@ SPECIAL_REGISTERS = {
     "%nctaid.x": "gridDim.x",
     "%globaltimer": "globaltimer()",
 }
-# Opcodes that are functions of ptx_host.h and emulator.h without a result. Of the operands those in
-# brackets are addresses; the literal ones must be as here.
+# The end of opcodes of copies that a barrier in memory counts.
+TO_SHARED = "shared::cluster.global.mbarrier::complete_tx::bytes"
+# Opcodes that are functions of ptx_host.h, ptx_hopper_host.h and emulator.h without a result. Of
+# the operands those in brackets are addresses; the literal ones must be as here.
 CALLS = {
     "cp.async.cg.shared.global.L2::128B": (
         ("[b32]", "[b64]", "16", "s32"),
@@ -103,6 +105,7 @@ CALLS = {
     "cp.async.commit_group": ((), "cp_async_commit_group()"),
     "cp.async.wait_group": (("u32",), "cp_async_wait_group<{0}>()"),
     "bar.sync": (("0",), "__syncthreads()"),
+    "barrier.cta.sync.aligned": (("u32", "u32"), "bar_sync({0}, {1})"),
     "bar.warp.sync": (("b32",), "__syncwarp({0})"),
     # In the kernels the wait follows at once.
     "barrier.cluster.arrive.release.aligned": ((), ""),
@@ -111,6 +114,28 @@ CALLS = {
         ("[b64]", "u64"),
         "store_release_system(reinterpret_cast<uint64_t*>({0}), {1})",
     ),
+    "mbarrier.init.shared::cta.b64": (("[b32]", "u32"), "mbarrier_init({0}, {1})"),
+    "mbarrier.inval.shared::cta.b64": (("[b32]",), "mbarrier_inval({0})"),
+    "mbarrier.arrive.shared::cta.b64": (("_", "[b32]"), "mbarrier_arrive({1})"),
+    "mbarrier.arrive.expect_tx.shared::cta.b64": (
+        ("_", "[b32]", "u32"),
+        "mbarrier_arrive_expect_tx({1}, {2})",
+    ),
+    "fence.mbarrier_init.release.cluster": ((), "fence_mbarrier_init()"),
+    "fence.proxy.async.shared::cta": ((), "fence_proxy_async()"),
+    "prefetch.tensormap": (
+        ("[b64]",),
+        "prefetch_tensormap(reinterpret_cast<const CUtensorMap*>({0}))",
+    ),
+    f"cp.async.bulk.{TO_SHARED}": (
+        ("[b32]", "[b64]", "u32", "[b32]"),
+        "cp_async_bulk({0}, reinterpret_cast<const void*>({1}), {2}, {3})",
+    ),
+    "wgmma.fence.sync.aligned": ((), "wgmma_fence()"),
+    "wgmma.commit_group.sync.aligned": ((), "wgmma_commit_group()"),
+    "wgmma.wait_group.sync.aligned": (("u32",), "wgmma_wait_group<{0}>()"),
+    "setmaxnreg.inc.sync.aligned.u32": (("u32",), "setmaxnreg_inc<{0}>()"),
+    "setmaxnreg.dec.sync.aligned.u32": (("u32",), "setmaxnreg_dec<{0}>()"),
     "trap": ((), 'fail("trap", source_location::current())'),
     "ret": ((), "return"),
 }
@@ -118,6 +143,12 @@ CALLS = {
 CALLS_WITH_RESULT = {
     "atom.acq_rel.gpu.global.inc.u32": (
         "u32", ("[b64]", "u32"), "atomic_inc_acq_rel(reinterpret_cast<uint32_t*>({0}), {1})",
+    ),
+    "barrier.cta.red.or.aligned.pred": (
+        "pred", ("u32", "u32", "pred"), "bar_red_or({0}, {1}, {2})",
+    ),
+    "mbarrier.try_wait.parity.shared::cta.b64": (
+        "pred", ("[b32]", "u32"), "mbarrier_try_wait_parity({0}, {1})",
     ),
     "mapa.shared::cluster.u32": ("u32", ("b32", "b32"), "mapa({0}, {1})"),
     "ld.acquire.gpu.global.u32": (
@@ -136,3 +167,5 @@ MMA = {
     f"mma.sync.aligned.m16n8k16.row.col.f32.{type}.{type}.f32": f"mma_m16n8k16_{type}"
     for type in ("bf16", "f16")
 }
+BOX_COPY = rf"cp\.async\.bulk\.tensor\.([34])d\.{TO_SHARED}"
+WGMMA = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.\2"

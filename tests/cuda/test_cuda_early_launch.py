@@ -47,8 +47,7 @@ def compiled(
 ) -> Code:  # fmt: skip
     source, cubin = folder / "kernel.cu", folder / "kernel.cubin"
     source.write_text(instantiation(*kernel))
-    options = [flag for flag in NVCC_FLAGS if flag not in ("-ptx", "-arch=compute_90")]
-    command = [find_tool("nvcc"), *options, f"-arch={architecture}", "-cubin", f"-I{csrc}"]
+    command = [find_tool("nvcc"), *NVCC_FLAGS, f"-arch={architecture}", "-cubin", f"-I{csrc}"]
     result = subprocess.run([*command, source, "-o", cubin], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (code,) = parse(text_of(cubin.read_bytes()))

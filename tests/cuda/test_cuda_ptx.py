@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The PTX instructions of csrc/cuda/ptx.h and ptx_hopper.h on a GPU: the answers that the emulator gives, too."""
+"""The PTX instructions of csrc/cuda/ptx.h and ptx_hopper.h on a GPU: the emulator's answers."""
 
 import subprocess
 from pathlib import Path

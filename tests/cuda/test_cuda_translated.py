@@ -16,7 +16,7 @@ KNOWN_ANSWERS = Path("tests/cuda_emulator/ptx_on_device.cu")
 
 
 def test_known_answers(tmp_path: Path) -> None:
-    ptx = ptx_of(KNOWN_ANSWERS, tmp_path)
+    ptx = ptx_of(KNOWN_ANSWERS, tmp_path, architecture="90a")
     assert run(build(ptx, "known_answers", tmp_path), "known_answers") == ""
 
 
@@ -75,6 +75,10 @@ def test_translates() -> None:
     assert '#line 9 "a"\nif (!p1) r1 = s32(r2) + s32(-3);\n' in code
 
 
+WGMMA = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
+BOX = "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+
+
 @pytest.mark.parametrize(
     ("instruction", "reason"),
     [
@@ -91,6 +95,14 @@ def test_translates() -> None:
         ("ld.global.u32 %r1, [%r2+%r3];", "the address [%r2+%r3]"),
         ("ld.global.f16 %rs1, [%r2];", "the type f16"),
         ("bar.sync 1;", "the operand 1, which is not 0"),
+        ("barrier.cta.sync.aligned 1;", "1 operands"),
+        ("wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%f1}, 0, 0, 1, 1, 1;", "the instr"),
+        (f"{WGMMA} {{%f1, %f2}}, 0, 0, %p1, 1, 1, 0, 0;", "2 accumulators"),
+        (f"{WGMMA} {{%f0, %f1, %f2, %r3}}, 0, 0, %p1, 1, 1, 0, 0;", "4 accumulators"),
+        (f"{WGMMA} {{%f0, %f1, %f2, %f3}}, 0, 0, %p1, 1, 1, 0, 1;", "the operands 1, 1, 0, 1"),
+        (f"{WGMMA} {{%f0, %f1, %f2, %f3}}, 0, 0, %p1, -1, 1, 0, 0;", "the operands -1, 1, 0, 0"),
+        (f"{BOX} [%r1], [%r2, {{%r1, %r2}}], [%r3];", "%r2 of type b32 as b64"),
+        (f"{BOX} [%r1], [p, {{%r1, %r2}}], [%r3];", "2 coordinates"),
         (".local .align 4 .b8 depot[16];", "the line"),
         (".reg .f64 %fd<3>;", "the type f64"),
     ],

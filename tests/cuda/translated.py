@@ -12,7 +12,7 @@ from ptx_translator import translate
 from sass import find_tool
 
 # As setup.py has them, without -lineinfo, which only adds lines.
-NVCC_FLAGS = ["-std=c++20", "-fmad=false", "-O3", "-arch=compute_90", "-ptx"]
+NVCC_FLAGS = ["-std=c++20", "-fmad=false", "-O3"]
 # Signed integers of PTX wrap. More than -O0 takes longer than it saves.
 FLAGS = [
     *(re.sub("^-I", f"-I{ROOT}/", flag) for flag in emulator_build.FLAGS),
@@ -36,10 +36,11 @@ def instantiation(dtypes: str, columns: int, rows: int) -> str:
     )
 
 
-def ptx_of(source: Path, folder: Path, csrc: Path = ROOT / "csrc") -> str:
+def ptx_of(source: Path, folder: Path, csrc: Path = ROOT / "csrc", architecture: str = "90") -> str:
     """What nvcc makes of `source`; skips the test without nvcc."""
     ptx = folder / f"{source.stem}.ptx"
-    command = [find_tool("nvcc"), *NVCC_FLAGS, f"-I{csrc}", "-Itests/cpp", source, "-o", ptx]
+    flags = [*NVCC_FLAGS, "-ptx", f"-arch=compute_{architecture}", f"-I{csrc}", "-Itests/cpp"]
+    command = [find_tool("nvcc"), *flags, source, "-o", ptx]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return ptx.read_text()

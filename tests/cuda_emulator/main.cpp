@@ -15,6 +15,12 @@ void test_shared_memory();
 void test_bank_conflicts();
 void test_order_of_blocks();
 void test_launch_errors();
+void test_barriers_in_memory();
+void test_named_barriers();
+void test_box_copies();
+void test_tensor_maps();
+void test_products();
+void test_register_counts();
 void test_synchronised();
 
 void test_fixup_levels();
@@ -117,6 +123,7 @@ int main(int argc, char** argv) {
       {"PTX instructions", test_ptx_instructions},
       {"bank conflicts", test_bank_conflicts},
       {"launch errors", test_launch_errors},
+      {"tensor maps", test_tensor_maps},
       {"synchronised kernels", test_synchronised},
       {"workspaces", test_workspaces},
       {"kernel loading", test_kernel_loading},
@@ -147,6 +154,11 @@ int main(int argc, char** argv) {
       {"livelock", test_livelock},
       {"addresses", test_addresses},
       {"shared memory", test_shared_memory},
+      {"barriers in memory", test_barriers_in_memory},
+      {"named barriers", test_named_barriers},
+      {"copies of boxes", test_box_copies},
+      {"products", test_products},
+      {"register counts", test_register_counts},
 #endif
   });
 }

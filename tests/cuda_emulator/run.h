@@ -225,6 +225,15 @@ class Run {
                     " ended before this copy");
       }
     }
+    if ((*ended)->async_proxy != nullptr) {
+      for (const auto& [offset, barrier] : (*ended)->async_proxy->barriers) {
+        if (barrier.bytes != 0) {
+          throw Error("block " + std::to_string((*ended)->index) + " ended while its barrier at " +
+                      std::to_string(offset) + " waits for " + std::to_string(barrier.bytes) +
+                      " bytes");
+        }
+      }
+    }
     ++(*ended)->grid->ended;
     blocks_.erase(ended);
   }
