@@ -22,39 +22,6 @@ constexpr int kM = 16, kK = 16;            // of a warp
 constexpr uint32_t kUnknown = 0xffffffff;  // the bits of an accumulator before the wait
 constexpr int kChunk = 16, kChunkElements = 8;
 
-// A matrix in shared memory, "swizzle of 128 bytes": PTX ISA 9.0, 9.7.15.5.1.2.
-struct Matrix {
-  uint32_t begin, leading, stride;
-  bool transposed;
-
-  // Where row `row` (m or n) has its eight elements from k on; of a transposed matrix, where row k
-  // has eight of m from `row` on.
-  uint32_t chunk(int row, int k) const {
-    const uint32_t linear =
-        transposed ? begin + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
-                   : begin + row / 8 * stride + row % 8 * 128 + k * 2;
-    return linear ^ (linear >> 7 & 7) << 4;
-  }
-};
-
-Matrix matrix_of(uint64_t descriptor, bool transposed, const std::source_location& where) {
-  const auto field = [descriptor](int bit) {
-    return static_cast<uint32_t>(descriptor >> bit & 0x3fff) << 4;
-  };
-  const Matrix matrix{field(0), field(16), field(32), transposed};
-  if (descriptor >> 62 != 1) fail("only the swizzle of 128 bytes is emulated", where);
-  const uint64_t fields = uint64_t{3} << 62 | uint64_t{0x3fff} << 32 | 0x3fff3fff;
-  if ((descriptor & ~fields) != 0) fail("bits of a descriptor that are no field here", where);
-  if (matrix.begin % 1024 >= 128) {
-    fail("a matrix begins in a row of its box that is not the first of eight", where);
-  }
-  if (!transposed && matrix.begin % 128 > 128 - kK * 2) {
-    fail("k runs over the end of the rows of a box", where);
-  }
-  if (transposed && matrix.begin % 128 != 0) fail("m begins within a box", where);
-  return matrix;
-}
-
 // Calls `visit` with the address and the place of each chunk that this warp reads of a and b:
 // whether it is of a, its row, its k.
 template <typename Visit>
@@ -187,6 +154,24 @@ void give_sums(Products& products) {
 
 }  // namespace
 
+Matrix matrix_of(uint64_t descriptor, bool transposed, const std::source_location& where) {
+  const auto field = [descriptor](int bit) {
+    return static_cast<uint32_t>(descriptor >> bit & 0x3fff) << 4;
+  };
+  const Matrix matrix{field(0), field(16), field(32), transposed};
+  if (descriptor >> 62 != 1) fail("only the swizzle of 128 bytes is emulated", where);
+  const uint64_t fields = uint64_t{3} << 62 | uint64_t{0x3fff} << 32 | 0x3fff3fff;
+  if ((descriptor & ~fields) != 0) fail("bits of a descriptor that are no field here", where);
+  if (matrix.begin % 1024 >= 128) {
+    fail("a matrix begins in a row of its box that is not the first of eight", where);
+  }
+  if (!transposed && matrix.begin % 128 > 128 - kK * 2) {
+    fail("k runs over the end of the rows of a box", where);
+  }
+  if (transposed && matrix.begin % 128 != 0) fail("m begins within a box", where);
+  return matrix;
+}
+
 void do_product(Warp& warp) {
   Products& products = warp.products;
   const Products::Issued& issued = products.issued[products.num_done];
@@ -215,11 +200,10 @@ void do_product(Warp& warp) {
   });
   if (product.a_in_registers) {
     for (int lane = 0; lane < kWarpSize; ++lane) {
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t pair = issued.a[lane][i];
-        const int row = lane / 4 + i % 2 * 8, k = 2 * (lane % 4) + i / 2 * 8;
-        a[row][k] = element(static_cast<uint16_t>(pair));
-        a[row][k + 1] = element(static_cast<uint16_t>(pair >> 16));
+      for (int i = 0; i < 8; ++i) {
+        const Place place = place_of(lane, i);
+        a[place.row][place.column] =
+            element(static_cast<uint16_t>(issued.a[lane][i / 2] >> i % 2 * 16));
       }
     }
   }
@@ -228,8 +212,8 @@ void do_product(Warp& warp) {
     const auto each = [&](auto visit) {
       for (int lane = 0; lane < kWarpSize; ++lane) {
         for (int i = 0; i < 4; ++i) {
-          visit((*issued.sums)[lane * product.count + 4 * n + i],
-                d[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2]);
+          const Place place = place_of(lane, i);
+          visit((*issued.sums)[lane * product.count + 4 * n + i], d[place.row][place.column]);
         }
       }
     };

@@ -30,6 +30,34 @@ struct Product {
   bool operator==(const Product&) const = default;
 };
 
+// A matrix in shared memory, "swizzle of 128 bytes": PTX ISA 9.0, 9.7.15.5.1.2.
+struct Matrix {
+  uint32_t begin, leading, stride;
+  bool transposed;
+
+  // Where row `row` (m or n) has its eight elements from k on; of a transposed matrix, where row k
+  // has eight of m from `row` on.
+  uint32_t chunk(int row, int k) const {
+    const uint32_t linear =
+        transposed ? begin + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2
+                   : begin + row / 8 * stride + row % 8 * 128 + k * 2;
+    return linear ^ (linear >> 7 & 7) << 4;
+  }
+};
+
+Matrix matrix_of(uint64_t descriptor, bool transposed, const std::source_location& where);
+
+// Who holds which element: where accumulator i of a thread of the four warps is in d, and element i
+// of the eight in its registers in a.
+struct Place {
+  int row, column;
+
+  bool operator==(const Place&) const = default;
+};
+constexpr Place place_of(int thread, int i) {
+  return {thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8, i / 4 * 8 + thread % 4 * 2 + i % 2};
+}
+
 // The products of a warp that are under way.
 struct Products {
   struct Issued {
