@@ -49,8 +49,10 @@ SLOW = "compiled or one_kernel or three_kernels"
 # In processes of its own, which load kernels and allocate memory during a capture.
 FIRST_CALLS = "first_calls"
 
+# What no device but one of 9.0 has is in its architecture with an "a".
 PTX = """
-nvcc -std=c++20 -O1 -gencode=arch=compute_$0,code=sm_$0 -Icsrc -Itests/cpp \
+sm=${0/#90/90a}
+nvcc -std=c++20 -O1 -gencode=arch=compute_$sm,code=sm_$sm -Icsrc -Itests/cpp \
   tests/cuda_emulator/ptx_on_device.cu -o "$1" && "$1"
 """
 # Also the headers without which nothing can be compiled.

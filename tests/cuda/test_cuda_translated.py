@@ -15,9 +15,41 @@ from translated import build, instantiation, ptx_of, run
 KNOWN_ANSWERS = Path("tests/cuda_emulator/ptx_on_device.cu")
 
 
-def test_known_answers(tmp_path: Path) -> None:
-    ptx = ptx_of(KNOWN_ANSWERS, tmp_path, architecture="90a")
-    assert run(build(ptx, "known_answers", tmp_path), "known_answers") == ""
+@pytest.fixture(scope="module")
+def known_answers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return ptx_of(KNOWN_ANSWERS, tmp_path_factory.mktemp("ptx"), architecture="90a")
+
+
+def test_known_answers(known_answers: str, tmp_path: Path) -> None:
+    assert run(build(known_answers, "known_answers", tmp_path), "known_answers") == ""
+
+
+# The same text everywhere: of ptx_hopper.h, or of what nvcc makes of its functions.
+MISTAKES = {
+    "another parity": (r"(try_wait\.parity\S* %\w+, \[%\w+\]), %\w+;", r"\1, 0;"),
+    "no bytes expected": (r"(arrive)\.expect_tx(\S* _, \[%\w+\]), %\w+;", r"\1\2;"),
+    "a barrier that copies do not see": (r"fence\.mbarrier_init\S*;", ""),
+    "no fence of the proxy": (r"fence\.proxy\.async\S*;", ""),
+    "coordinates in another order": (r"(\[%rd\d+, \{%r\d+), (%r\d+), (%r\d+)", r"\1, \3, \2"),
+    "registers touched": (r"wgmma\.fence\S*;", ""),
+    "b a": (r"(wgmma\.mma\S* \{[^}]*\}), (%rd\d+), (%rd\d+)", r"\1, \3, \2"),
+    "not transposed": (r"(%accumulates, 1, 1), 1, 0;", r"\1, 0, 0;"),
+    "registers in another order": (r"(\}, \{%r\d+), (%r\d+), (%r\d+)", r"\1, \3, \2"),
+    "accumulators in another order": (r"(f16 \{%f\d+), (%f\d+), (%f\d+)", r"\1, \3, \2"),
+    "a weak wait": (r"(wgmma\.wait_group\S*) 0;", r"\1 1;"),
+}
+ENTRY = re.compile(r"^\.(?:visible|weak) \.entry (\w+).*?^\}\n", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_of_sm_90a_are_found(known_answers: str, mistake: str, tmp_path: Path) -> None:
+    """Of those kernels alone; g++'s are in the place of the others."""
+    some = re.compile("memory_barrier_kernel|10box_kernel|wgmma_kernel.*Li8E")
+    ptx = ENTRY.sub(lambda found: found[0] if some.search(found[1]) else "", known_answers)
+    assert len(ENTRY.findall(ptx)) == 5
+    wrong, count = re.subn(*MISTAKES[mistake], ptx)
+    assert count > 0
+    assert run(build(wrong, "mistake", tmp_path), "known_answers") != ""
 
 
 @dataclass(frozen=True)
