@@ -27,6 +27,7 @@ def read_integer(name: str, least: int, most: int, default: int | None = None) -
     if text is None and default is not None:
         return default
     # Not all that int() takes: other scripts' digits, spaces and underscores are slips.
+    # Without this: a rank number of other digits is taken, or any text at all.
     if text is None or not re.fullmatch("-?[0-9]{1,18}", text) or not least <= int(text) <= most:
         kind = f"{least}" if least == most else f"an integer from {least} to {most}"
         raise VariableError(name, kind)

@@ -208,6 +208,7 @@ class ShardLayout(ABC):
             least = int(slots.min()) if slots.device.type == "cpu" and slots.numel() else 0
         else:
             least = slots
+        # Without this: slots below 0 have an owner.
         if least < 0:
             raise ValueError(f"{type(self).__name__}: slots must be at least 0, got {least}")
         return slots

@@ -128,7 +128,8 @@ class Communicator:
         self._session: Session | None = None  # in a world of one, which sends nothing
         if group is not None and self.world_size > 1:
             self._lock = lock_of(group)
-            self._lock.check_process("Communicator")  # whose session the parent would count
+            # Without this: a forked child counts a session, of which its parent knows nothing.
+            self._lock.check_process("Communicator")
             self._resources.costs = measured_costs()  # before the session, which ranks count
             note = {"node": node_name()}
             self._session = Session(group, note, self._resources.abort, self.timeout)
@@ -632,6 +633,7 @@ class Call(AbstractContextManager["Call"]):
         comm = self.comm
         return (
             ("call", self.op),
+            # Without this: ranks take messages of other threads for theirs.
             (CALLER, comm._lock.name),
             *signature,
             *comm._constants,

@@ -80,6 +80,7 @@ class ExchangeOptions:
             exchange = replace(exchange, head_sharded=_checked_counts(op, counts, exchange))
         check_options(op, exchange.strategy, exchange.payload_dtype, exchange.head_sharded)
         if out_dtype is not None:
+            # Without this: a call with an impossible out_dtype sends first.
             _check_state_dtype(op, "out_dtype", out_dtype)
         return exchange
 
@@ -147,6 +148,7 @@ def check_state(op: str, o: Tensor, lse: Tensor) -> None:
             f"{op}: o must be [batch, num_heads_q, seqlen_q, head_dim] and lse float32 "
             f"[batch, num_heads_q, seqlen_q], got {_shapes(o, lse)}"
         )
+    # Without this: a state without columns is sent.
     if o.shape[3] == 0:
         raise ValueError(f"{op}: head_dim must be at least 1, got {_shapes(o, lse)}")
     _check_state_dtype(op, "o", o.dtype)
@@ -182,6 +184,7 @@ def check_timeout(op: str, timeout: float | timedelta) -> float:
             f"{op}: timeout must be a number of seconds or a datetime.timedelta, got "
             f"{shown(timeout)}"
         )
+    # Without this: a deadline may be any number of seconds.
     if not 0 < seconds <= MAX_SECONDS:  # false for nan, too
         raise ValueError(
             f"{op}: timeout must be above 0 and at most {MAX_SECONDS:,} seconds, got {timeout}"

@@ -67,6 +67,7 @@ class GroupLock:
 
     def check_process(self, op: str) -> None:
         """Raises ExchangeError in a forked child."""
+        # Without this: a forked child uses the connections of its parent.
         if self.is_inherited:
             raise ExchangeError(
                 f"{op}: the process group was made before this process was forked, and its "

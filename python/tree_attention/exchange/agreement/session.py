@@ -74,6 +74,7 @@ class Session:
         """
         self.link.call_id = OTHER_CALL
         with self.link.uncounted():
+            # Without this: ranks that repeat the last call wait for this one's messages.
             self.link.replay.run(self.link, deadline)
 
     def abandon(self) -> None:

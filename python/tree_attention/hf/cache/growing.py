@@ -225,6 +225,7 @@ class TreeCacheLayer(CacheLayerMixin):
         """Refuses tokens after what `keys` or `values` gave was made to show other memory."""
         shown, self._shown = self._shown, {}
         for name, (view, alias) in shown.items():
+            # Without this: tokens are appended to the memory that the caller put there.
             if not view.is_set_to(alias):
                 raise NotImplementedError(_ASSIGNED.format(name))
 

@@ -340,6 +340,7 @@ def _opened(path: Path, digest: str, layout: ShardLayout) -> Any:
     """A file that is as it was saved, mapped into memory."""
     with _regular(path) as content:
         found = _digest(content)
+        # Without this: a file of another save is loaded.
         if found != digest:
             raise ValueError(
                 f"TreeCache.load: {path} is damaged: its SHA-256 is {found[:16]}..., and by the "

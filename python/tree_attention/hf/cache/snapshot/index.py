@@ -254,6 +254,7 @@ def read_entries(file: Path) -> dict[str, Any]:
         if entries.get("version") not in _READ:
             version, read = reprlib.repr(entries.get("version")), " and ".join(map(str, _READ))
             raise ValueError(f"it is of version {version}, and this release reads {read}")
+        # Without this: a damaged index is followed.
         if entries.get("sha256") != digest_of(entries):
             raise ValueError("it is damaged: its sha256 is not that of the rest")
         length, tokens = entries.get("length"), entries.get("tokens")
@@ -381,6 +382,7 @@ def _check_model(entries: Mapping[str, Any], cache: Saved) -> None:
                 f"{value!r}"
             )
     column = entries.get("tensor_rank"), entries.get("tensor_parallel_size")
+    # Without this: the heads of another tensor rank are loaded.
     if column != cache.shard.column:
         texts = ["{!r} of {!r}".format(*place) for place in (column, cache.shard.column)]
         raise ValueError(
