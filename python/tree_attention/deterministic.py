@@ -139,15 +139,15 @@ class Blocks:
 UNCUT = Blocks(0)
 
 
-def check_layout(op: str, layout: ShardLayout, size: int) -> None:
+def check_layout(layout: ShardLayout, size: int) -> None:
     """Raises ValueError unless no block of `size` slots is on several ranks."""
     with suppress(ValueError):  # some layouts have no key_layout
         ranks = range(layout.world_size)
         if all(_is_cut(layout.key_layout(r), layout.count(r, _ALL_SLOTS), size) for r in ranks):
             return
     raise ValueError(
-        f"{op}: with deterministic={size} layout must be a BlockCyclic or a Contiguous that is cut "
-        f"at multiples of {size} slots, got {layout}"
+        f"TreeCache: with deterministic={size} layout must be a BlockCyclic or a Contiguous that "
+        f"is cut at multiples of {size} slots, got {layout}"
     )
 
 

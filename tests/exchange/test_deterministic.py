@@ -139,7 +139,7 @@ def test_empty_shards_need_no_cut(rank: int, world_size: int) -> None:
 def test_layouts_are_cut_between_blocks(layout: ShardLayout, is_cut: bool) -> None:
     refused = pytest.raises(ValueError, match=r"TreeCache: .* at multiples of 32 slots, got \w+\(")
     with nullcontext() if is_cut else refused:
-        check_layout("TreeCache", layout, SIZE)
+        check_layout(layout, SIZE)
 
 
 def test_pages() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The package reads from the top: imports go down only, and one door to each room."""
+"""The package reads from the top: imports go down only, and the exchange has one entrance."""
 
 from __future__ import annotations
 

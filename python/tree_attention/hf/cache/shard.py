@@ -54,7 +54,7 @@ class Shard:
                 f"got one of {self.layout.world_size}"
             )
         if blocks.size:
-            check_layout("TreeCache", layout, blocks.size)
+            check_layout(layout, blocks.size)
         check_options("TreeCache", strategy)
         self.strategy = strategy
         self.timeout = self.comm.seconds_of("TreeCache", timeout)
