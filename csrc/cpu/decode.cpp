@@ -8,8 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
-#include <memory>
 #include <new>
 #include <vector>
 
@@ -17,10 +15,10 @@
 #include "common/fixup.h"
 #include "common/partition.h"
 #include "common/softmax_state.h"
+#include "cpu/aligned_memory.h"
 #include "cpu/kernels.h"
 #include "cpu/merge_rows.h"
 #include "cpu/parallel.h"
-#include "cpu/work_queue.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -44,13 +42,10 @@ class Scratch {
  public:
   void* reserve(size_t bytes) {
     if (bytes > size_) {
-      data_.reset();
-      size_ = (bytes + 4095) / 4096 * 4096;
-      data_.reset(static_cast<char*>(std::aligned_alloc(64, size_)));
-      if (data_ == nullptr) {
-        size_ = 0;
-        throw std::bad_alloc();
-      }
+      free_beyond(0);
+      const size_t size = (bytes + 4095) / 4096 * 4096;
+      data_ = aligned_memory(size);
+      size_ = size;
     }
     return data_.get();
   }
@@ -62,10 +57,7 @@ class Scratch {
   }
 
  private:
-  struct Free {
-    void operator()(char* pointer) const { std::free(pointer); }
-  };
-  std::unique_ptr<char, Free> data_;
+  AlignedMemory data_;
   size_t size_ = 0;
 };
 
@@ -206,7 +198,7 @@ struct Launch {
     const Partition& partition = schedule.partition;
     const int64_t line_end = partition.begin(worker + 1);
     const int64_t max_rows = schedule.rows_per_block;
-    const size_t workspace_bytes = (isa.workspace_bytes(params, max_rows) + 63) / 64 * 64;
+    const size_t workspace_bytes = aligned(isa.workspace_bytes(params, max_rows));
     thread_local Scratch scratch;
     char* workspace = static_cast<char*>(
         scratch.reserve(workspace_bytes + max_rows * (params.head_dim_v + 1) * sizeof(float)));
@@ -282,7 +274,7 @@ void lean_decode(const DecodeParams& params) {
 
   const int64_t num_workers = schedule.partition.num_workers;
   const int64_t num_counters = num_partial_slots(num_workers);
-  const size_t arrivals_bytes = (num_counters * sizeof(std::atomic<int32_t>) + 63) / 64 * 64;
+  const size_t arrivals_bytes = aligned(num_counters * sizeof(std::atomic<int32_t>));
   char* memory = static_cast<char*>(
       scratch.reserve(arrivals_bytes + PartialStates::bytes(num_workers, schedule.rows_per_block,
                                                             params.head_dim_v)));
@@ -297,12 +289,7 @@ void lean_decode(const DecodeParams& params) {
   if (num_workers == 1) {
     launch.run(0);
   } else {
-    WorkQueue queue(num_workers, std::min<int64_t>(num_workers, at::get_num_threads()));
-    parallel_for(0, queue.num_threads(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t thread = begin; thread < end; ++thread) {
-        queue.run(thread, [&](int64_t worker) { launch.run(worker); });
-      }
-    });
+    for_each_task(num_workers, at::get_num_threads(), [&](int64_t worker) { launch.run(worker); });
   }
   scratch.free_beyond(kMaxKeptBytes);
 }

@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <exception>
 #include <functional>
@@ -13,6 +14,8 @@
 #include <new>
 #include <thread>
 #include <utility>
+
+#include "cpu/work_queue.h"
 
 namespace tree_attention::cpu {
 
@@ -80,6 +83,15 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
       end - begin <= grain || at::get_num_threads() == 1 || at::in_parallel_region();
   if (!is_forked || is_serial) return at::parallel_for(begin, end, grain, body);
   loop_thread_of_child().run([&] { at::parallel_for(begin, end, grain, body); });
+}
+
+// Calls body(task) for every task, on up to `num_threads` threads, which take over from each other.
+template <typename Body>
+void for_each_task(int64_t num_tasks, int64_t num_threads, const Body& body) {
+  WorkQueue queue(num_tasks, std::min(num_tasks, num_threads));
+  parallel_for(0, queue.num_threads(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) queue.run(thread, body);
+  });
 }
 
 }  // namespace tree_attention::cpu

@@ -2,19 +2,17 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <limits>
-#include <memory>
 #include <type_traits>
 #include <vector>
 
 #include "common/rows.h"
+#include "cpu/aligned_memory.h"
 #include "cpu/index/choice.h"
 #include "cpu/index/index.h"
 #include "cpu/index/scores.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
-#include "cpu/work_queue.h"
 
 namespace tree_attention::cpu {
 namespace {
@@ -181,21 +179,6 @@ class Reader {
   float largest_ = 0;
 };
 
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-std::unique_ptr<char, Free> aligned_memory(size_t bytes) {
-  constexpr size_t kAlignment = 64;
-  const size_t size = std::max(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
-  auto* const memory = static_cast<char*>(std::aligned_alloc(kAlignment, size));
-  if (memory == nullptr) throw std::bad_alloc();
-  std::fill_n(memory, size, 0);
-  return std::unique_ptr<char, Free>(memory);
-}
-
-size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
 // How the call is cut: runs of tokens and heads, whose keys are cut into parts.
 struct Cut {
   int64_t tokens, heads;  // of a unit
@@ -242,20 +225,13 @@ class Launch {
 
   void run() {
     const int64_t tasks = cut_.num_units(p_) * cut_.parts;
-    in_parallel(tasks, [&](int64_t task) { run_unit(unit(task)); });
+    for_each_task(tasks, cut_.num_threads, [&](int64_t task) { run_unit(unit(task)); });
     if (cut_.parts == 1) return;
-    in_parallel(static_cast<int64_t>(parts_.size()) / cut_.parts, [&](int64_t row) { merge(row); });
+    const int64_t rows = static_cast<int64_t>(parts_.size()) / cut_.parts;
+    for_each_task(rows, cut_.num_threads, [&](int64_t row) { merge(row); });
   }
 
  private:
-  template <typename Body>
-  void in_parallel(int64_t tasks, const Body& body) const {
-    WorkQueue queue(tasks, std::min(tasks, cut_.num_threads));
-    parallel_for(0, queue.num_threads(), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t thread = begin; thread < end; ++thread) queue.run(thread, body);
-    });
-  }
-
   Unit unit(int64_t task) const {
     Unit unit{};
     unit.part = task % cut_.parts;
@@ -332,8 +308,10 @@ class Launch {
     }
     const size_t query_bytes = aligned(kernels_.query_bytes(heads[0]));
     const size_t scratch_bytes = aligned(kernels_.scratch_bytes(heads[0]));
-    const auto memory = aligned_memory(unit.num_tokens * query_bytes + scratch_bytes +
-                                       choices * ScoreTile::kKeys * sizeof(float));
+    const size_t bytes =
+        unit.num_tokens * query_bytes + scratch_bytes + choices * ScoreTile::kKeys * sizeof(float);
+    const AlignedMemory memory = aligned_memory(bytes);
+    std::fill_n(memory.get(), bytes, 0);
     char* const scratch = memory.get() + unit.num_tokens * query_bytes;
     auto* const scores = reinterpret_cast<float*>(scratch + scratch_bytes);
     for (int64_t i = 0; i < unit.num_tokens; ++i) {
