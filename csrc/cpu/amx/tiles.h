@@ -15,6 +15,7 @@
 #include "common/dtype.h"
 #include "cpu/bf16/column_softmax.h"
 #include "cpu/bf16/eight_bits.h"
+#include "cpu/vector/arrays.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/row_state.h"
 
@@ -89,23 +90,6 @@ inline void key_tiles(const DecodeParams& p, const Step<T>& step, BFloat16* copy
     tiles[1] = key_tile(p, step, kTileRows, own + kTileRows * p.head_dim);
   }
 }
-
-// Cuts memory into arrays. Where there is none yet, it tells how much they take.
-class Arrays {
- public:
-  explicit Arrays(void* memory) : begin_(reinterpret_cast<uintptr_t>(memory)), end_(begin_) {}
-
-  template <typename T>
-  void take(T*& array, int64_t size) {
-    array = reinterpret_cast<T*>(end_);
-    end_ += size * sizeof(T);
-  }
-  size_t bytes() const { return end_ - begin_; }
-
- private:
-  const uintptr_t begin_;
-  uintptr_t end_;
-};
 
 struct FewRowsMemory {
   uint32_t* q;           // [row blocks, head_dim / 32, 16 pairs of dims, columns], or digits

@@ -15,6 +15,7 @@
 #include "common/rows.h"
 #include "cpu/bf16/column_softmax.h"
 #include "cpu/bf16/pairs.h"
+#include "cpu/vector/arrays.h"
 #include "cpu/vector/far_prefetch.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/row_state.h"
@@ -41,6 +42,7 @@ struct PairRowsMemory {
   double* sum;               // [rows], like the others: see column_softmax.h
   float *base, *total_base;
   int32_t *begin, *end;
+  size_t num_bytes;
 
   static bool supports(const DecodeParams& p) {
     return p.dtype == DataType::kBFloat16 && p.head_dim % kPair == 0 && p.head_dim_v % kPair == 0 &&
@@ -48,35 +50,27 @@ struct PairRowsMemory {
   }
   static int64_t padded_rows(int64_t num_rows) { return (num_rows + kLanes - 1) / kLanes * kLanes; }
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
-    const int64_t k_words = has_copies(p) ? p.head_dim / 2 : 0;
-    return padded_rows(num_rows) * (p.head_dim * 2 + p.head_dim_v * 8 + 24) +
-           kPackedKeys * (k_words * 4 + (p.head_dim_v + kPaddingWords) * 2 + 2 * 4) +
-           kPackedKeys * kBlockRows * 4;
+    return PairRowsMemory(p, num_rows, nullptr).num_bytes;
   }
   PairRowsMemory(const DecodeParams& p, int64_t num_rows, void* memory) {
     num_rows = padded_rows(num_rows);
-    char* free = static_cast<char*>(memory);
-    const auto take = [&]<typename T>(T*& array, int64_t size) {
-      array = reinterpret_cast<T*>(free);
-      free += size * sizeof(T);
-    };
-    take(q, num_rows * p.head_dim / 2);
-    take(k, has_copies(p) ? kPackedKeys * p.head_dim : 0);
-    take(v, kPackedKeys / 2 * (p.head_dim_v + kPaddingWords));
-    take(k_scale, kPackedKeys);
-    take(v_scale, kPackedKeys);
-    take(scores, kPackedKeys * kBlockRows);
-    take(acc, num_rows * p.head_dim_v);
-    take(total, num_rows * p.head_dim_v);
-    take(sum, num_rows);
-    take(base, num_rows);
-    take(total_base, num_rows);
-    take(begin, num_rows);
-    take(end, num_rows);
+    const bool has_copies = p.kv_dtype != DataType::kBFloat16;
+    Arrays arrays(memory);
+    arrays.take(q, num_rows * p.head_dim / 2);
+    arrays.take(k, has_copies ? kPackedKeys * p.head_dim : 0);
+    arrays.take(v, kPackedKeys / 2 * (p.head_dim_v + kPaddingWords));
+    arrays.take(k_scale, kPackedKeys);
+    arrays.take(v_scale, kPackedKeys);
+    arrays.take(scores, kPackedKeys * kBlockRows);
+    arrays.take(acc, num_rows * p.head_dim_v);
+    arrays.take(total, num_rows * p.head_dim_v);
+    arrays.take(sum, num_rows);
+    arrays.take(base, num_rows);
+    arrays.take(total_base, num_rows);
+    arrays.take(begin, num_rows);
+    arrays.take(end, num_rows);
+    num_bytes = arrays.bytes();
   }
-
- private:
-  static bool has_copies(const DecodeParams& p) { return p.kv_dtype != DataType::kBFloat16; }
 };
 
 // scores [kKeys, kVectors vectors] = k [kKeys, head_dim] times q [head_dim / 2, kVectors vectors].

@@ -19,21 +19,6 @@ namespace {
 constexpr int kTileColumns = ScoreTile::kKeys;
 static_assert(kTileColumns % kLanes == 0 && kTileColumns % kKeyBlock == 0);
 
-// out [padded(head_dim)] = a row in float32, in the lane order of its type, padded with zeros.
-template <typename T>
-inline void widen_row(const T* row, int64_t head_dim, float* out) {
-  for (int64_t d = 0; d < head_dim; d += kPair) {
-    Vec even, odd;
-    if (d + kPair <= head_dim) {
-      load_pair(row + d, even, odd);
-    } else {
-      load_pair(row + d, static_cast<int>(head_dim - d), even, odd);
-    }
-    store(out + d, even);
-    store(out + d + kLanes, odd);
-  }
-}
-
 // products [kRows, kKeyBlock] of widened rows, kTileColumns apart.
 template <int kRows>
 inline void multiply_block(const float* q, const float* keys, int64_t stride, float* products) {

@@ -21,6 +21,21 @@ constexpr bool kShortVectors = kLanes == 4;  // rows are many of them
 // head_dim rounded up to whole pairs of vectors, which is what a row takes in scratch memory.
 inline int64_t padded(int64_t head_dim) { return (head_dim + kPair - 1) / kPair * kPair; }
 
+// out [padded(head_dim)] = a row in float32, in the lane order of its type, padded with zeros.
+template <typename T>
+inline void widen_row(const T* row, int64_t head_dim, float* out) {
+  for (int64_t d = 0; d < head_dim; d += kPair) {
+    Vec even, odd;
+    if (d + kPair <= head_dim) {
+      load_pair(row + d, even, odd);
+    } else {
+      load_pair(row + d, static_cast<int>(head_dim - d), even, odd);
+    }
+    store(out + d, even);
+    store(out + d + kLanes, odd);
+  }
+}
+
 constexpr int kLineBytes = 64;  // of a cache line
 
 // Whether keys and values are multiplied by scales of their tokens.

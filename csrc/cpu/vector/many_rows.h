@@ -90,18 +90,6 @@ class LaneRowsAttention {
 
   // Keys and values of a step in float32; those past its end are the last one.
   void widen(const Step<T>& step, int first) {
-    const auto widen_row = [](const T* source, int64_t head_dim, float* out) {
-      for (int64_t d = 0; d < head_dim; d += kPair) {
-        Vec a, b;
-        if (d + kPair <= head_dim) {
-          load_pair(source + d, a, b);
-        } else {
-          load_pair(source + d, static_cast<int>(head_dim - d), a, b);
-        }
-        store(out + d, a);
-        store(out + d + kLanes, b);
-      }
-    };
     for (int i = 0; i < kStepKeys; ++i) {
       widen_row(step.k[i], p_.head_dim, m_.k + (first + i) * columns_);
       widen_row(step.v[i], p_.head_dim_v, m_.v + (first + i) * v_stride_);

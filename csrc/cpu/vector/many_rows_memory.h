@@ -8,6 +8,7 @@
 
 #include "common/decode_params.h"
 #include "common/rows.h"
+#include "cpu/vector/arrays.h"
 #include "cpu/vector/keys.h"
 #include "cpu/vector/simd.h"
 
@@ -32,6 +33,7 @@ struct LaneRowsMemory {
   double* sum;               // [rows], like the others: of all weights
   float *base, *total_base;  // weights are 2^(score - base); base at the last flush
   int32_t *begin, *end;      // see key_blocks.h
+  size_t num_bytes;
 
   // ALiBi's distances are of each row and key, and left to few rows at a time.
   static bool supports(const DecodeParams& p) {
@@ -44,30 +46,25 @@ struct LaneRowsMemory {
     return (num_rows + kLanes - 1) / kLanes * kLanes;
   }
   static size_t bytes(const DecodeParams& p, int64_t num_rows) {
-    const int64_t columns = padded(p.head_dim) + 2 * padded(p.head_dim_v) + 6;
-    const int64_t of_key = padded(p.head_dim) + padded(p.head_dim_v) + kPadding + 2 + kBlockRows;
-    return (whole_vectors(num_rows) * columns + kBlockKeys * of_key) * sizeof(float);
+    return LaneRowsMemory(p, num_rows, nullptr).num_bytes;
   }
   LaneRowsMemory(const DecodeParams& p, int64_t num_rows, void* memory) {
     num_rows = whole_vectors(num_rows);
-    char* free = static_cast<char*>(memory);
-    const auto take = [&]<typename T>(T*& array, int64_t size) {
-      array = reinterpret_cast<T*>(free);
-      free += size * sizeof(T);
-    };
-    take(q, num_rows * padded(p.head_dim));
-    take(k, kBlockKeys * padded(p.head_dim));
-    take(v, kBlockKeys * (padded(p.head_dim_v) + kPadding));
-    take(k_scale, kBlockKeys);
-    take(v_scale, kBlockKeys);
-    take(scores, kBlockKeys * kBlockRows);
-    take(acc, num_rows * padded(p.head_dim_v));
-    take(total, num_rows * padded(p.head_dim_v));
-    take(sum, num_rows);
-    take(base, num_rows);
-    take(total_base, num_rows);
-    take(begin, num_rows);
-    take(end, num_rows);
+    Arrays arrays(memory);
+    arrays.take(q, num_rows * padded(p.head_dim));
+    arrays.take(k, kBlockKeys * padded(p.head_dim));
+    arrays.take(v, kBlockKeys * (padded(p.head_dim_v) + kPadding));
+    arrays.take(k_scale, kBlockKeys);
+    arrays.take(v_scale, kBlockKeys);
+    arrays.take(scores, kBlockKeys * kBlockRows);
+    arrays.take(acc, num_rows * padded(p.head_dim_v));
+    arrays.take(total, num_rows * padded(p.head_dim_v));
+    arrays.take(sum, num_rows);
+    arrays.take(base, num_rows);
+    arrays.take(total_base, num_rows);
+    arrays.take(begin, num_rows);
+    arrays.take(end, num_rows);
+    num_bytes = arrays.bytes();
   }
 };
 
