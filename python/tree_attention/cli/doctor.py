@@ -224,6 +224,7 @@ def of_the_way(host: str, port: int) -> Iterator[Finding]:
     else:
         real = "/etc/hosts here must give it the address that other hosts reach"
         yield Finding(_FAILED, step, f"{detail}, which leads to this host itself", real)
+        raise Unreachable(detail)  # the device and the ports would be this host's
     try:
         own = address_towards(host, port)
     except OSError as error:
