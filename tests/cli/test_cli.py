@@ -155,9 +155,51 @@ def test_generate_says_what_to_put_right(
     assert re.search(sentence, error)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "the following arguments are required: --model; see {}"),
+        (["--modle=m"], "the following arguments are required: --model; did you mean --model?\n"),
+        (["--temprature", "0.7"], "unrecognized arguments: --temprature 0.7; did you mean --tem"),
+        (["--unheard-of"], "unrecognized arguments: --unheard-of; see {}"),
+        (["--ranks", "two"], "argument --ranks: invalid int value: 'two'; see {}"),
+        (["--kv-dtype", "int4"], "argument --kv-dtype: invalid choice: 'int4' (choose from "),
+    ],
+)
+def test_options_that_are_not_read_are_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    """And not after the usage of all options, which fills a screen."""
+    given = ["--model", "m"] if arguments[:1] not in ([], ["--modle=m"]) else []
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "--prompt", "x", *given, *arguments])
+    error = capsys.readouterr().err
+    assert error.startswith("generate: " + sentence.format("python -m tree_attention generate --h"))
+    assert error.count("\n") == 1
+
+
 def squeezed(capsys: pytest.CaptureFixture[str]) -> str:
     """Everything on stderr without the line breaks of a narrow terminal."""
     return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--tensor-parallel-size", "3"), "--tensor-parallel-size must divide the number of proc"),
+        (("--attention", "sdpa"), "--attention sdpa runs in one process"),
+    ],
+)
+def test_what_goes_with_no_two_ranks_is_told_before_they_start(
+    checkpoint: Path,
+    options: tuple[str, ...],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generate, "launch", lambda *_: pytest.fail("ranks were started"))
+    assert run_generate(checkpoint, "--prompt", "x", "--ranks", "2", *options) == 2
+    assert capsys.readouterr().err.startswith(f"generate: {sentence}")
 
 
 def test_generate_sdpa_refuses_several_processes() -> None:

@@ -88,6 +88,8 @@ def start(
     """Runs `work` of a command that has a model, on all ranks; returns the exit status."""
     parsed = parse(arguments)
     check(parsed)
+    if "RANK" not in os.environ:  # so that --ranks says how many there will be
+        check_number(parsed, parsed.ranks)
     command = parsed.command
     if parsed.ranks > 1 and not is_launched():
         return launch(command, parsed.ranks, ["-m", "tree_attention", command, *arguments])
@@ -341,15 +343,20 @@ def keep_freed_memory() -> None:
         library.mallopt(-1, large)  # M_TRIM_THRESHOLD
 
 
-def check_world(arguments: argparse.Namespace, world: World) -> None:
+def check_number(arguments: argparse.Namespace, size: int) -> None:
     """Raises UsageError for options that do not go with the number of processes."""
+    if arguments.attention == "sdpa" and size > 1:
+        raise UsageError("--attention sdpa runs in one process: start it without torchrun")
+    if size % arguments.tensor_parallel_size:
+        divides = f"must divide the number of processes {size}"
+        raise UsageError(f"--tensor-parallel-size {divides}, got {arguments.tensor_parallel_size}")
+
+
+def check_world(arguments: argparse.Namespace, world: World) -> None:
+    """Raises UsageError for options that do not go with these processes."""
     from ..exchange import strategies
 
-    if arguments.attention == "sdpa" and world.size > 1:
-        raise UsageError("--attention sdpa runs in one process: start it without torchrun")
-    if world.size % arguments.tensor_parallel_size:
-        divides = f"must divide the number of processes {world.size}"
-        raise UsageError(f"--tensor-parallel-size {divides}, got {arguments.tensor_parallel_size}")
+    check_number(arguments, world.size)
     if arguments.strategy not in (able := ("auto", *strategies())):
         raise UsageError(f"--strategy must be one of {', '.join(able)}, got {arguments.strategy!r}")
 

@@ -9,10 +9,11 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -52,12 +53,31 @@ def argument_parser(command: str, description: str, *examples: str) -> argparse.
     """
     width = shutil.get_terminal_size().columns - 2
     lines = [f"  {program()} {example}" for example in examples]
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"{program()} {command}",
         description=textwrap.fill(description, width),
         epilog="\n".join(["examples:", *lines]),
         formatter_class=argparse.RawDescriptionHelpFormatter,  # leaves examples on their lines
     )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in a sentence: the usage of a command fills a screen above it."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = args or ()
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        known = [*self._option_string_actions]
+        typed = [word.partition("=")[0] for word in self._words if word.startswith("--")]
+        unknown = [word for word in typed if not any(x.startswith(word) for x in known)]
+        near = [x for word in unknown for x in get_close_matches(word, known, cutoff=0.7)]
+        way = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+        _, _, command = self.prog.rpartition(" ")
+        sys.exit(end_with(command, f"{message}; {way}", 2))
 
 
 def tokens_of(option: str, text: str) -> int:
