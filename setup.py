@@ -25,6 +25,11 @@ def flag(name: str, default: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
+if sys.version_info < (3, 10):  # noqa: UP036, as pip runs this before it reads requires-python
+    sys.exit(
+        f"tree_attention needs Python 3.10 or newer, got {sys.version.split()[0]}: make the "
+        "environment with a newer one, for example `python3.12 -m venv .venv`"
+    )
 # Plans need none, and no torch.
 BUILD_EXTENSION = flag("BUILD_EXTENSION", "1", ("0", "1")) == "1"
 if BUILD_EXTENSION:

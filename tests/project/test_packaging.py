@@ -210,6 +210,14 @@ def test_another_system_is_refused_before_torch_is_imported(run_setup, tmp_path)
     assert error.endswith("(this is darwin)\n") and error.count("\n") == 1
 
 
+def test_an_older_python_is_refused_before_torch_is_imported(run_setup, tmp_path):
+    """And not by the lack of a torch that there is none of."""
+    with_sitecustomize(tmp_path, "import sys\nsys.version_info = (3, 9, 18)\n")
+    error = refusal(run_setup(torch="1.0"))
+    assert error.startswith("tree_attention needs Python 3.10 or newer, got ")
+    assert error.count("\n") == 1
+
+
 def test_other_systems_download_no_torch_for_the_sentence():
     text = (ROOT / "pyproject.toml").read_text()
     required = ast.literal_eval(re.search(r"^requires = (\[.*?\])$", text, re.M | re.S)[1])
