@@ -50,6 +50,21 @@ void record_reads(const Product& product, const std::source_location& where) {
                  });
 }
 
+void record_reads_under_way() {
+  for (size_t i = 0;; ++i) {
+    Product product;
+    std::source_location where;
+    {
+      const Hidden hidden;
+      const auto& issued = Run::current->warp->products.issued;
+      if (i == issued.size()) return;
+      product = issued[i].product;
+      where = issued[i].where;
+    }
+    record_reads(product, where);
+  }
+}
+
 const char* name_of(const Product& product) { return product.bf16 ? "wgmma.bf16" : "wgmma.f16"; }
 
 // That the four warps do the same, without waiting for one another.
@@ -236,7 +251,7 @@ void require_equal_products(const Block& block) {
 
 void begin_product(const Product& product, float* const* d, const uint32_t* a,
                    const std::source_location& where) {
-  if (Run::current->lane == 0) record_reads(product, where);
+  if (kThreadSanitizer && Run::current->lane == 0) record_reads(product, where);
   LaneOperands operands{&product, d, a, &where};
   warp_function(name_of(product), &operands, issue, where);
 }
@@ -256,11 +271,7 @@ void commit_products(const std::source_location& where) {
 }
 
 void wait_for_products(int pending, const std::source_location& where) {
-  if (Run::current->lane == 0) {
-    for (const auto& issued : Run::current->warp->products.issued) {
-      record_reads(issued.product, issued.where);
-    }
-  }
+  if (kThreadSanitizer && Run::current->lane == 0) record_reads_under_way();
   static constexpr const char* kName = "wgmma.wait_group";
   const auto wait = [pending](Warp& warp, const std::source_location& where) {
     Products& products = warp.products;
