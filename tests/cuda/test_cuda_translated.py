@@ -21,7 +21,8 @@ def known_answers(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_known_answers(known_answers: str, tmp_path: Path) -> None:
-    assert run(build(known_answers, "known_answers", tmp_path), "known_answers") == ""
+    program = build(known_answers, "known_answers", tmp_path)
+    assert run(program, "known_answers", seconds=180) == ""
 
 
 # The same text everywhere: of ptx_hopper.h, or of what nvcc makes of its functions.
