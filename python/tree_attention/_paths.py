@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether a text names a directory or a model of the Hugging Face Hub, and which one was meant."""
+"""The directory or the model of the Hugging Face Hub that a text names, and which one was meant."""
 
 import difflib
 import os
