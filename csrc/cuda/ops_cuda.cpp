@@ -48,13 +48,22 @@ const cudaDeviceProp& current_device(const char* op) {
   return device;
 }
 
+#ifdef TREE_ATTENTION_WGMMA
+constexpr bool kHasWgmmaKernels = true;
+#else
+constexpr bool kHasWgmmaKernels = false;
+#endif
+
 DeviceLimits limits_of(const cudaDeviceProp& device) {
   const bool is_hopper_or_later = device.major >= 9;
   int ptx_version = 0;
   if (is_hopper_or_later) C10_CUDA_CHECK(find_ptx_version(&ptx_version));
-  return {device.multiProcessorCount, static_cast<int32_t>(device.sharedMemPerMultiprocessor),
-          static_cast<int32_t>(device.sharedMemPerBlockOptin), is_hopper_or_later,
-          ptx_version >= 90};
+  return {device.multiProcessorCount,
+          static_cast<int32_t>(device.sharedMemPerMultiprocessor),
+          static_cast<int32_t>(device.sharedMemPerBlockOptin),
+          is_hopper_or_later,
+          ptx_version >= 90,
+          kHasWgmmaKernels && device.major == 9 && device.minor == 0};
 }
 
 // Whether the host is to wait for what it checks: an unknown page or slot is an error of the call,

@@ -93,11 +93,16 @@ struct StateSink {
 // The end of the scratch memory tells the block's threads whether theirs is the last to arrive.
 constexpr int kArrivalFlag = kFixupScratchBytes - 8;
 
+// The threads that merge, which are the first of a block: here all of it.
+struct SyncBlock {
+  static __device__ void sync() { __syncthreads(); }
+};
+
 // One block's merge of the parts of a step: o = sum w_i o_i with w_i = exp(lse_i - lse) and lse =
 // log sum exp(lse_i). Sums are taken in the order of the parts, whoever arrived last: bits depend
 // on the cut of the line alone. A warp finds the weights of its rows; then every thread sums o of
 // its own columns. The first chunk of o is under way before.
-template <int kThreads>
+template <int kThreads, typename Sync>
 class PartsMerger {
  public:
   __device__ PartsMerger(const PartialStates& states, const Contributors& workers,
@@ -117,9 +122,9 @@ class PartsMerger {
       load_chunk(chunk, first_row, rows, threadIdx.x, 0);
       find_weights(first_row, rows, sink);
       // Without this: weights are used before they are all computed.
-      __syncthreads();
+      Sync::sync();
       merge_o(chunk, first_row, rows, sink);
-      __syncthreads();  // before the scratch memory is written again
+      Sync::sync();  // before the scratch memory is written again
     }
   }
 
@@ -212,13 +217,13 @@ class PartsMerger {
 };
 
 // Merges the parts of a step, by all threads of one block.
-template <int kThreads, typename Sink>
+template <int kThreads, typename Sync, typename Sink>
 __device__ void merge_step(const PartialStates& states, const Contributors& workers,
                            const MergeStep& step, int num_rows, char* scratch, const Sink& sink) {
   // A result that is no output takes the place of the step's first part.
   const StateSink<Sink> result{sink, states.sink(partial_slot(workers, step.first)),
                                step.completes_output};
-  PartsMerger<kThreads>(states, workers, step, scratch).run(num_rows, result);
+  PartsMerger<kThreads, Sync>(states, workers, step, scratch).run(num_rows, result);
 }
 
 // Counts this block's arrival at a counter of the workspace and returns whether it is the last of
@@ -229,30 +234,31 @@ __device__ void merge_step(const PartialStates& states, const Contributors& work
 // and after the other blocks' (PTX ISA, 8.9.5: causality order is transitive), so that plain loads
 // and stores of partial states need no fences of their own. A cluster's barrier does that for what
 // its other blocks have stored.
+template <typename Sync>
 __device__ __forceinline__ bool arrive(uint32_t* counter, int64_t expected, bool* flag) {
   const uint32_t limit = static_cast<uint32_t>(expected) - 1;
-  __syncthreads();
+  Sync::sync();
   if (threadIdx.x == 0) *flag = atomic_inc_acq_rel(counter, limit) == limit;
   // Without this: threads do not wait to hear whether they are last.
-  __syncthreads();
+  Sync::sync();
   return *flag;
 }
 
 // Called by all threads of a block after they, or the blocks of its cluster, have stored partial
 // state `part` of an output that workers share: whichever block is last to arrive stores the output
 // to `sink`. All threads must be done with `scratch` before, and may use it after.
-template <int kThreads, typename Sink>
+template <int kThreads, typename Sync = SyncBlock, typename Sink>
 __device__ void complete_output(uint32_t* counters, const PartialStates& states,
                                 const Contributors& workers, int64_t part, int num_rows,
                                 char* scratch, const Sink& sink) {
   fix_up(
       workers, part,
       [&](int64_t counter, int64_t expected) {
-        return arrive(counters + counter, expected,
-                      reinterpret_cast<bool*>(scratch + kArrivalFlag));
+        return arrive<Sync>(counters + counter, expected,
+                            reinterpret_cast<bool*>(scratch + kArrivalFlag));
       },
       [&](const MergeStep& step) {
-        merge_step<kThreads>(states, workers, step, num_rows, scratch, sink);
+        merge_step<kThreads, Sync>(states, workers, step, num_rows, scratch, sink);
       },
       max_merged_parts(num_rows));
 }

@@ -24,6 +24,27 @@ template cudaError_t find_resident_blocks_of_instance<{query}, {head_dim}, {cach
 }}
 """
 
+WGMMA_TEXT = """\
+// SPDX-License-Identifier: BSD-3-Clause
+#include "cuda/decode/lean_decode_wgmma.cuh"
+
+namespace tree_attention::cuda {{
+template cudaError_t launch_wgmma_instance<{query}, {head_dim}>(const WgmmaParams&, const Plan&,
+                                                                cudaStream_t);
+template cudaError_t find_resident_blocks_of_wgmma_instance<{query}, {head_dim}>(const Plan&, int*);
+}}
+"""
+
+
+def wgmma_instances() -> dict[str, str]:
+    """Return the same for the kernels for Hopper."""
+    return {
+        f"lean_decode_wgmma_{name}_{LATENTS}": WGMMA_TEXT.format(
+            query=QUERIES[name], head_dim=LATENTS
+        )
+        for name in ("bf16", "fp16")
+    }
+
 
 def instances() -> dict[str, str]:
     """Return the text of each file by its name without suffix."""
@@ -47,12 +68,12 @@ def instances() -> dict[str, str]:
     return texts
 
 
-def write_instances(folder: Path) -> list[Path]:
-    """Write the files into `folder`, and leave those that are right untouched: their time decides
+def write_instances(folder: Path, texts: dict[str, str] | None = None) -> list[Path]:
+    """Write the files, by default those of instances(), into `folder`, and leave those that are right untouched: their time decides
     what is compiled again, and another process may be compiling them."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, text in instances().items():
+    for name, text in (instances() if texts is None else texts).items():
         path = folder / f"{name}.cu"
         if not path.exists() or path.read_text() != text:
             new = path.with_suffix(f".{os.getpid()}")

@@ -22,6 +22,8 @@ struct DeviceLimits {
   bool has_early_launches = false;
   // Whether blocks may form clusters: the same, and by find_ptx_version.
   bool has_clusters = false;
+  // Whether the kernel for Hopper is built, and this is one (wgmma_config.cuh).
+  bool has_wgmma = false;
 };
 
 // Scratch memory of one launch. Launches that may run at the same time need one workspace each.
@@ -44,6 +46,7 @@ struct Plan {
   int32_t cluster_size = 1;  // blocks of a worker: 1, 2, 4 or 8
   int32_t num_workers;       // clusters of the grid
   bool launches_early;
+  bool uses_wgmma = false;
   WorkspaceSize workspace;
 };
 

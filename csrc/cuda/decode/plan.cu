@@ -10,6 +10,7 @@
 #include "instances.cuh"
 #include "launch.h"
 #include "schedule.cuh"
+#include "wgmma_config.cuh"
 
 namespace tree_attention::cuda {
 namespace {
@@ -135,11 +136,38 @@ WorkspaceSize workspace_size(int64_t num_workers) {
   return {slots, slots * Config::kRows * (Config::kValueColumns + 1)};
 }
 
+// The plan of the kernel for Hopper. Its blocks have a multiprocessor each.
+template <typename Config>
+Plan plan_wgmma(const DecodeParams& p, const DeviceLimits& limits) {
+  Plan plan;
+  plan.uses_wgmma = true;
+  plan.row_tile = Config::kRows;
+  plan.tile_keys = Config::kTileKeys;
+  plan.num_threads = Config::kThreads;
+  plan.blocks_per_sm = 1;
+  plan.num_stages =
+      std::clamp((limits.shared_bytes_per_block - Config::shared_bytes(0)) / Config::kStageBytes,
+                 kMinStages, Config::kMaxStages);
+  plan.shared_bytes = Config::shared_bytes(plan.num_stages);
+  plan.launches_early = limits.has_early_launches;
+  const int64_t workers =
+      p.num_workers > 0 ? p.num_workers : in_step(limits.num_sms, num_row_blocks(p, Config::kRows));
+  plan.num_workers = static_cast<int32_t>(std::min(workers, max_workers<Config>(p)));
+  plan.workspace = workspace_size<Config>(plan.num_workers);
+  return plan;
+}
+
 }  // namespace
 
 cudaError_t find_ptx_version(int* version) { return find_ptx_version(do_nothing, version); }
 
 Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
+  if (limits.has_wgmma && takes_wgmma(p)) {
+    return with_wgmma_instance(p.dtype, [&]<typename Element, int kHeadDim>() {
+      return with_wgmma_rows<Element, kHeadDim>(
+          num_rows(p), [&]<typename Config>() { return plan_wgmma<Config>(p, limits); });
+    });
+  }
   return with_instance(
       p.dtype, p.kv_dtype, head_dim(p), [&]<typename Element, int kHeadDim, typename Cached>() {
         const auto plan_rows = [&](int64_t num_rows) {

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: BSD-3-Clause
+//
+// The decode kernel for Hopper. The schedule, the masks and the fix-up are those of
+// lean_decode.cuh; how tiles come to shared memory, the products and the softmax in the loop are
+// its own: one thread asks for boxes of a tensor, warpgroups multiply what is in shared memory, and
+// a row's maximum is raised only where scores are far beyond it.
+#pragma once
+
+#include "fixup.cuh"
+#include "output.cuh"
+#include "output_cursor.cuh"
+#include "wgmma_launch.h"
+#include "wgmma_ring.cuh"
+#include "wgmma_softmax.cuh"
+
+namespace tree_attention::cuda {
+
+// Requests all tiles of the block, each when a stage is free, across outputs. To be called by one
+// thread.
+template <typename Config>
+__device__ void request_tiles(const WgmmaParams& params, const OutputCursor<Config>& first,
+                              WgmmaRing<Config> ring) {
+  TileCursor<Config> next(first);
+  for (next.next(); !next.done(); next.next()) {
+    // Without this: a stage is filled that warps still read.
+    ring.wait_until_empty();
+    const OutputRows rows = next.output().rows();
+    const auto request = [&](const CUtensorMap& map, int offset, int num_boxes) {
+      for (int box = 0; box < num_boxes; ++box) {
+        cp_async_bulk_tensor_4d(ring.address() + offset + box * Config::kBoxBytes, &map,
+                                box * Config::kBoxColumns, next.first_key(), rows.head_kv,
+                                rows.batch, ring.full());
+      }
+    };
+    // Without this: the phase ends before the tile is there.
+    mbarrier_arrive_expect_tx(ring.full(), Config::kStageBytes);
+    request(params.keys, 0, Config::kKeyBoxes);
+    if constexpr (!Config::kValuesInKeys) {
+      request(params.values, Config::kValues, Config::kValueBoxes);
+    }
+    ring.advance();
+  }
+}
+
+// Copies the queries of an output to shared memory, and zeros where it has none. To be called by
+// all threads that multiply, and it ends with a barrier of theirs.
+template <typename Element, typename Config>
+__device__ void load_queries(const LaunchParams& params, const OutputRows& rows, char* queries) {
+  const DecodeParams& p = params.decode;
+  constexpr int kChunks = Config::kHeadDim / 8, kBoxChunks = Config::kBoxColumns / 8;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Config::kRows * kChunks; i += Config::kConsumers) {
+    const int row = i / kChunks, chunk = i % kChunks, column = 8 * chunk;
+    const auto [token, head] = place_of_row(params, rows, min(row, rows.count - 1));
+    const Element* source = static_cast<const Element*>(p.q) + rows.batch * p.q_stride[0] +
+                            head * p.q_stride[1] + token * p.q_stride[2] +
+                            (column < p.head_dim ? column : 0);
+    char* const box = queries + chunk / kBoxChunks * Config::kQueryBoxBytes;
+    cp_async_16(shared_address(box + swizzled(row, chunk % kBoxChunks * 16)), source,
+                row < rows.count && column < p.head_dim ? 16 : 0);
+  }
+  cp_async_commit_group();
+  // Without this: products read queries that are not there.
+  cp_async_wait_group<0>();
+  // Without this: products read older queries.
+  fence_proxy_async();
+  // Without this: queries are read before all threads have fetched them.
+  SyncConsumers<Config>::sync();
+}
+
+// Puts zeros in the place of values that no row sees, which may be NaN: a weight of zero would not
+// hide them. To be called by all threads that multiply, and it ends with a barrier of theirs.
+template <typename Config>
+__device__ void hide_values(const LaunchParams& params, const OutputRows& rows, const Keys& keys,
+                            int first_key, char* values) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Config::kValueBoxes * Config::kBoxBytes / 16;
+       i += Config::kConsumers) {
+    const int key = first_key + i / (kBoxRowBytes / 16) % Config::kTileKeys;
+    const bool is_seen =
+        key < keys.end && (!keys.has_gaps || Units<Config>::is_seen(params, rows, key));
+    if (!is_seen) store_shared(reinterpret_cast<float*>(values + 16 * i), Float4{});
+  }
+  // Without this: products read what was there before the zeros.
+  fence_proxy_async();
+  // Without this: products read what other threads have not hidden.
+  SyncConsumers<Config>::sync();
+}
+
+// Attends the group's rows to the block's tiles of an output: `tile` and `softmax` become their
+// unnormalised state. The last stage remains the group's.
+template <typename Element, typename Config>
+__device__ void attend(const LaunchParams& params, const OutputCursor<Config>& output,
+                       const OutputRows& rows, char* shared, WgmmaRing<Config>& ring,
+                       TileWgmma<Config, Element>& tile, LazySoftmax<Config, Element>& softmax) {
+  using Tile = TileWgmma<Config, Element>;
+  const int first_row = SyncGroup<Config>::number() * Config::kGroupRows;
+  const int first_key = threadIdx.x % Config::kGroupThreads / 32 * 16;  // of the warp
+  const uint32_t queries = shared_address(shared + Config::kQueries) + first_row * kBoxRowBytes;
+  char* const weights = shared + Config::kWeights + first_row * kBoxRowBytes;
+  const Keys keys = output.keys();
+
+  tile.clear();
+  softmax.clear();
+  for (int i = output.tile_begin(), end = output.tile_end(); i < end; i += output.tile_step()) {
+    // Without this: a tile is read before it is there.
+    ring.wait_until_full();
+    const int tile_key = output.first_key(i);
+    if (keys.has_gaps || tile_key + Config::kTileKeys > keys.end) {
+      hide_values<Config>(params, rows, keys, tile_key, shared + ring.offset() + Config::kValues);
+    }
+    typename Tile::Scores s;
+    tile.score_tile(s, ring.address(), queries);
+    // What rows see is found again for each tile: o leaves no registers to keep it.
+#pragma unroll
+    for (int block = 0; block < Tile::kRowBlocks; ++block) {
+      const RowScores<KeysByRows> row_scores(params, rows, keys, first_row + 8 * block);
+      float of_block[1][4];
+      for (int c = 0; c < 4; ++c) of_block[0][c] = s[4 * block + c];
+      row_scores.apply(of_block, tile_key + first_key, tile);
+      for (int c = 0; c < 4; ++c) s[4 * block + c] = of_block[0][c];
+    }
+    softmax.raise(s, tile);
+    softmax.weigh(s, weights);
+    tile.value_tile(ring.address() + Config::kValues, shared_address(weights));
+    if (i + output.tile_step() < end) {
+      ring.release();
+      ring.advance();
+    }
+  }
+}
+
+// Stores the state of an output. A thread has eight neighbouring columns in as many lanes, and
+// stores four of a row: o passes through the last stage, eight rows of a group at a time. To be
+// called by all threads that multiply.
+template <typename Element, typename Config, typename Sink>
+__device__ void store_state(const LaunchParams& params, const OutputRows& rows,
+                            const TileWgmma<Config, Element>& tile,
+                            LazySoftmax<Config, Element>& softmax, char* stage, const Sink& sink) {
+  constexpr int kColumns = Config::kValueColumns;
+  static_assert(Config::kGroups * 8 * kColumns * 4 <= Config::kStageBytes);
+  const int group = SyncGroup<Config>::number();
+  const int columns = params.decode.head_dim_v / 4;
+  float* const memory = reinterpret_cast<float*>(stage) + group * 8 * kColumns;
+  const auto place = [&](int row, int column) {
+    // The exclusive or lets the rows that a warp stores at a time use different banks.
+    return memory + row * kColumns + (column ^ KeysByRows::turn(row) * 8);
+  };
+  softmax.finish();
+  // Without this: o overwrites a tile that another group still reads.
+  SyncConsumers<Config>::sync();
+#pragma unroll
+  for (int block = 0; block < TileWgmma<Config, Element>::kRowBlocks; ++block) {
+    const int first = group * Config::kGroupRows + 8 * block;
+    // Without this: the next rows overwrite those that are read.
+    if (block > 0) SyncGroup<Config>::sync();
+    const float factor[2] = {softmax.inverse_sum(block, 0), softmax.inverse_sum(block, 1)};
+    tile.for_each_column(block, [&](int column, int i, float o) {
+      // A sum of zero hides what o has of keys that no row of the block sees.
+      *place(KeysByRows::first_row() + i, column) = factor[i] == 0.0f ? 0.0f : o * factor[i];
+    });
+    if (threadIdx.x % Config::kGroupThreads < 4) {
+      for (int i = 0; i < 2; ++i) {
+        const int row = first + KeysByRows::first_row() + i;
+        if (row < rows.count) sink.store_lse(row, softmax.lse(block, i));
+      }
+    }
+    // Without this: o is read before all threads have stored.
+    SyncGroup<Config>::sync();
+#pragma unroll 1  // a store has a branch for each dtype
+    for (int i = threadIdx.x % Config::kGroupThreads; i < 8 * columns; i += Config::kGroupThreads) {
+      const int row = i / columns, column = i % columns * 4;
+      if (first + row >= rows.count) break;
+      sink.store(first + row, column, load_float4(place(row, column)));
+    }
+  }
+  // Without this: the next tile is filled, which what is stored here overwrites.
+  fence_proxy_async();
+}
+
+// Stores the state of an output without keys: o = 0 and lse = -inf.
+template <typename Config, typename Sink>
+__device__ void store_nothing(const OutputRows& rows, int head_dim_v, const Sink& sink) {
+  const int columns = head_dim_v / 4;
+  for (int i = threadIdx.x; i < rows.count * columns; i += Config::kConsumers) {
+    const int row = i / columns, column = i % columns * 4;
+    sink.store(row, column, Float4{});
+    if (column == 0) sink.store_lse(row, -INFINITY);
+  }
+}
+
+// Grid: plan.num_workers blocks, each a worker. Block: Config::kThreads threads, of which the first
+// Config::kConsumers multiply and the next one requests tiles; the rest of its warp leaves.
+// Dynamic shared memory: by the offsets of WgmmaConfig.
+template <typename Element, typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    lean_decode_wgmma_kernel(const __grid_constant__ WgmmaParams all) {
+  const LaunchParams& params = all.launch;
+  // As in lean_decode_kernel.
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  char* shared = dynamic_shared_memory();
+  auto& schedule = *reinterpret_cast<ScheduleMemory<Config>*>(shared + Config::kSchedule);
+  static_assert(sizeof(schedule) <= Config::kScheduleBytes);
+  const bool multiplies = threadIdx.x < Config::kConsumers;
+  WgmmaRing<Config> ring(params, shared, !multiplies);
+  // The barrier at the end of cut_line comes before their first use.
+  if (threadIdx.x == 0) ring.begin();
+  if (!cut_line(params, schedule)) return;
+
+  OutputCursor<Config> output(params, schedule.range);
+  if (!multiplies) {
+    if constexpr (Config::kMovesRegisters) setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x == Config::kConsumers) request_tiles(all, output, ring);
+    return;
+  }
+  if constexpr (Config::kMovesRegisters) setmaxnreg_inc<Config::kConsumerRegisters>();
+  const int head_dim_v = params.decode.head_dim_v;
+  const int worker = blockIdx.x;
+  const int first_statistic =
+      SyncGroup<Config>::number() * Config::kGroupWarps * Config::kGroupRows;
+  TileWgmma<Config, Element> tile;
+  LazySoftmax<Config, Element> softmax(reinterpret_cast<float*>(shared + Config::kStatistics) +
+                                       first_statistic);
+  for (; !output.done(); output.next()) {
+    const OutputRows rows = output.rows();
+    const OutputSink sink(params, rows);
+    if (output.num_tiles() == 0 && output.owns_first()) {
+      store_nothing<Config>(rows, head_dim_v, sink);
+    }
+    if (!output.has_tiles()) continue;
+    load_queries<Element, Config>(params, rows, shared + Config::kQueries);
+    // The divisions that this takes would hold up the end of the output.
+    if (threadIdx.x == 0 && !output.is_whole()) schedule.contributors = output.contributors();
+    attend(params, output, rows, shared, ring, tile, softmax);
+    const PartialStates states(params.workspace.partials, Config::kRows, head_dim_v);
+    const int64_t slot = partial_slot(worker, output.owns_first_tile());
+    const StateSink<OutputSink> of_worker{sink, states.sink(slot), output.is_whole()};
+    store_state(params, rows, tile, softmax, shared + ring.offset(), of_worker);
+    ring.release();
+    ring.advance();
+    if (of_worker.is_output) continue;
+    const Contributors workers = schedule.contributors;
+    complete_output<Config::kConsumers, SyncConsumers<Config>>(
+        params.workspace.counters, states, workers, worker - workers.first, rows.count,
+        shared + Config::kScratch, sink);
+  }
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t launch_wgmma_instance(const WgmmaParams& params, const Plan& plan,
+                                  cudaStream_t stream) {
+  return with_wgmma_rows<Element, kHeadDim>(plan.row_tile, [&]<typename Config>() {
+    return launch_kernel(lean_decode_wgmma_kernel<Element, Config>, plan.num_workers,
+                         Config::kThreads, plan.shared_bytes, stream, params, plan.launches_early);
+  });
+}
+
+template <typename Element, int kHeadDim>
+cudaError_t find_resident_blocks_of_wgmma_instance(const Plan& plan, int* blocks) {
+  return with_wgmma_rows<Element, kHeadDim>(plan.row_tile, [&]<typename Config>() {
+    return find_resident_blocks(lean_decode_wgmma_kernel<Element, Config>, Config::kThreads,
+                                plan.shared_bytes, blocks);
+  });
+}
+
+}  // namespace tree_attention::cuda

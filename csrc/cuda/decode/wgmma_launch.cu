@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#include "wgmma_launch.h"
+
+#include <cuda_runtime_api.h>
+
+#include "wgmma_config.cuh"
+
+namespace tree_attention::cuda {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function; nothing here is linked with the driver.
+cudaError_t find_encode(Encode& encode) {
+  static void* found = nullptr;
+  static const cudaError_t error = [] {
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t failed = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                                12000, cudaEnableDefault, &result);
+    if (failed != cudaSuccess) return failed;
+    return result == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
+  }();
+  encode = reinterpret_cast<Encode>(found);
+  return error;
+}
+
+// The map of K or V as [batch, head, key, column], in boxes of a tile's keys and 64 columns. What
+// lies beyond it is read as zero.
+cudaError_t make_map(CUtensorMap& map, const DecodeParams& p, const void* memory, int columns,
+                     const int64_t (&stride)[3]) {
+  constexpr int kRank = 4;
+  const cuuint64_t sizes[kRank] = {
+      static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(p.seqlen_k),
+      static_cast<cuuint64_t>(p.num_heads_kv), static_cast<cuuint64_t>(p.batch)};
+  cuuint64_t strides[kRank - 1];
+  for (int axis = 0; axis < kRank - 1; ++axis) {
+    const int64_t bytes = stride[2 - axis] * element_size(p.kv_dtype);
+    strides[axis] = sizes[axis + 1] > 1 ? static_cast<cuuint64_t>(bytes) : 16;  // of one element
+  }
+  const cuuint32_t box[kRank] = {kWgmmaBoxColumns, kWgmmaTileKeys, 1, 1};
+  const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
+  Encode encode;
+  const cudaError_t error = find_encode(encode);
+  if (error != cudaSuccess) return error;
+  const CUresult result =
+      encode(&map,
+             p.kv_dtype == DataType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                              : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             kRank, const_cast<void*>(memory), sizes, strides, box, element_strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace
+
+cudaError_t launch_lean_decode_wgmma(const DecodeParams& p, const Plan& plan,
+                                     const Workspace& workspace, cudaStream_t stream) {
+  WgmmaParams params;
+  params.launch = launch_params(p, plan, workspace);
+  const cudaError_t error = make_map(params.keys, p, p.k, p.head_dim, p.k_stride);
+  if (error != cudaSuccess) return error;
+  return with_wgmma_instance(p.dtype, [&]<typename Element, int kHeadDim>() {
+    return launch_wgmma_instance<Element, kHeadDim>(params, plan, stream);
+  });
+}
+
+cudaError_t find_resident_blocks_wgmma(const DecodeParams& p, const Plan& plan, int* blocks) {
+  return with_wgmma_instance(p.dtype, [&]<typename Element, int kHeadDim>() {
+    return find_resident_blocks_of_wgmma_instance<Element, kHeadDim>(plan, blocks);
+  });
+}
+
+}  // namespace tree_attention::cuda
