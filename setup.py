@@ -2,7 +2,7 @@
 """Builds `tree_attention._C`. Everything that is not compiled is in pyproject.toml.
 
 Environment: BUILD_EXTENSION=0|1, USE_CUDA=auto|0|1, TORCH_CUDA_ARCH_LIST, MAX_JOBS, LINE_INFO=0|1,
-DEBUG=0|1 (CONTRIBUTING.md).
+DEBUG=0|1, WGMMA=0|1 (CONTRIBUTING.md).
 """
 
 import os
@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -110,6 +110,7 @@ CUDA_SOURCES = [  # and those that csrc/cuda/decode/instances.py writes
     "csrc/cuda/one_shot/one_shot.cu",
     "csrc/cuda/one_shot/one_shot_args.cpp",
 ]
+WGMMA_SOURCES = ["csrc/cuda/decode/wgmma_launch.cu"]  # and those with wgmma in their names
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0+PTX"  # A100; H100, H200; whatever is newer
 REQUIREMENTS = ["numpy", "rich>=13"]  # and torch, where there is the extension
 MINIMUM_TORCH = (2, 11)
@@ -158,9 +159,26 @@ class Build(BuildExtension):
         check_tools()
         try:
             with objects_shown():
+                for extension in self.extensions:
+                    extension.extra_objects += compile_wgmma(*getattr(extension, "wgmma", ((), ())))
                 super().build_extensions()
         except RuntimeError as error:
             sys.exit(f"tree_attention: {error}: the compiler's messages are above")
+
+
+def compile_wgmma(sources: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The objects of sources for compute capability 9.0 alone: their instructions are not in PTX
+    for later GPUs, and torch's helper compiles all sources for the same GPUs."""
+    objects = []
+    for source in sources:
+        objects.append(f"{source}.o")
+        nvcc = os.path.join(CUDA_HOME, "bin", "nvcc")
+        architecture = "-gencode=arch=compute_90a,code=sm_90a"
+        command = [nvcc, *flags, architecture, "-Icsrc", "-Xcompiler=-fPIC"]
+        print(f"{source} (compute capability 9.0)", flush=True)
+        if subprocess.run([*command, "-c", source, "-o", objects[-1]]).returncode != 0:
+            raise RuntimeError(f"nvcc failed for {source}")
+    return objects
 
 
 def check_tools() -> None:
@@ -261,15 +279,25 @@ def extension(use_cuda: bool):
         nvcc += ["--compress-mode=size"]
     if flag("LINE_INFO", "0", ("0", "1")) == "1":
         nvcc += ["-lineinfo"]
-    write_instances = runpy.run_path("csrc/cuda/decode/instances.py")["write_instances"]
-    instances = map(str, write_instances(Path("build/instances")))
-    return CUDAExtension(
+    written = runpy.run_path("csrc/cuda/decode/instances.py")
+    folder = Path("build/instances")
+    instances = written["write_instances"](folder, written["instances"]())
+    sources = [*map(str, instances), *CPU_SOURCES, *CUDA_SOURCES]
+    with_wgmma = flag("WGMMA", "0", ("0", "1")) == "1"
+    if with_wgmma:
+        macros.append(("TREE_ATTENTION_WGMMA", None))
+        sources += WGMMA_SOURCES
+    extension = CUDAExtension(
         "tree_attention._C",
-        [*instances, *CPU_SOURCES, *CUDA_SOURCES],
+        sources,
         include_dirs=[os.path.abspath("csrc")],
         define_macros=macros,
         extra_compile_args={"cxx": cxx, "nvcc": nvcc},
     )
+    if with_wgmma:
+        units = written["write_instances"](folder, written["wgmma_instances"]())
+        extension.wgmma = ([str(unit) for unit in units], nvcc)
+    return extension
 
 
 def compiled() -> dict[str, object]:

@@ -20,7 +20,12 @@ COMPILER = Compiler(
     header=Path("tests/cuda_emulator/torch_headers.h"),
 )
 LIBRARIES = [f"-L{TORCH}/lib", "-ltorch_cpu", "-lc10"]
-KERNELS = [*emulator_build.EMULATOR, *emulator_build.LAUNCHES, *emulator_build.INSTANCES]
+KERNELS = [
+    *emulator_build.EMULATOR,
+    *emulator_build.LAUNCHES,
+    *emulator_build.INSTANCES,
+    *emulator_build.WGMMA_INSTANCES,
+]
 BRIDGE = [
     Path("tests/cuda_emulator/extension.cpp"),
     *(

@@ -10,7 +10,7 @@ BUILD = ROOT / "build" / "cuda_emulator"
 FLAGS = [
     *("-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
-    *("-Itests/cuda_emulator", "-Itests/cpp", "-Icsrc", "-I."),
+    *("-Itests/cuda_emulator", "-Itests/cpp", "-Icsrc", "-I.", "-DTREE_ATTENTION_WGMMA"),
 ]
 COMPILER = Compiler(BUILD, FLAGS, header=Path("tests/cuda_emulator/standard_library.h"))
 # For programs with a part of the kernels only.
@@ -31,9 +31,18 @@ TESTS = [
 LAUNCHES = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc/cuda").rglob("*.cu"))
 # The decode kernels, which the build writes.
 INSTANCES_FOLDER = Path("build/instances")
-_write = runpy.run_path(str(ROOT / "csrc/cuda/decode/instances.py"))["write_instances"]
-INSTANCES = [path.relative_to(ROOT) for path in _write(ROOT / INSTANCES_FOLDER)]
+_decode = runpy.run_path(str(ROOT / "csrc/cuda/decode/instances.py"))
+
+
+def _written(texts: dict[str, str]) -> list[Path]:
+    paths = _decode["write_instances"](ROOT / INSTANCES_FOLDER, texts)
+    return [path.relative_to(ROOT) for path in paths]
+
+
+INSTANCES = _written(_decode["instances"]())
+WGMMA_INSTANCES = _written(_decode["wgmma_instances"]())
 
 
 def program() -> Path:
-    return COMPILER.link("tests", COMPILER.compile([*EMULATOR, *TESTS, *LAUNCHES, *INSTANCES]))
+    sources = [*EMULATOR, *TESTS, *LAUNCHES, *INSTANCES, *WGMMA_INSTANCES]
+    return COMPILER.link("tests", COMPILER.compile(sources))

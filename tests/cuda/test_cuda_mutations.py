@@ -35,6 +35,7 @@ WIDE = decode("bf16_128", "decode_wide")
 CLUSTERS = decode("bf16_64", "decode_clusters_short")
 INT8 = decode("bf16_int8_64", "decode_int8_short")
 COLUMNS = decode("bf16_int8_256", "decode_columns_short")
+WGMMA = decode("wgmma_bf16_576", "decode_wgmma_short")
 ONE_SHOT = Target(
     Path("csrc/cuda/one_shot/one_shot.cu"),
     tuple(
@@ -42,7 +43,7 @@ ONE_SHOT = Target(
         for name in ("worlds", "epochs", "missing_rank", "abort", "sizes_that_differ")
     ),
 )
-# By the words in the sources; SHORT finds the others.
+# By the words in the sources; WGMMA finds those of its files, and SHORT the others.
 FOUND_BY = {
     "the next columns overwrite those that are read": WIDE,
     "states are merged before all blocks of the cluster have stored them": CLUSTERS,
@@ -136,7 +137,7 @@ def kind_of(line: Line) -> Kind:
 
 
 def target_of(line: Line) -> Target:
-    return FOUND_BY.get(line.says, SHORT)
+    return FOUND_BY.get(line.says, WGMMA if "wgmma" in line.file.name else SHORT)
 
 
 def report(line: Line, folder: Path) -> str:

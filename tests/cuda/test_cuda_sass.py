@@ -147,6 +147,31 @@ def test_copies_of_the_ablations_are_legal(source, architecture, tmp_path):
     assert found and [kernel.name for kernel in found if unsafe_copies(kernel)] == []
 
 
+# By rows. There are 36 products with the keys of a tile and 32 with its values.
+WGMMA_PRODUCTS = {"Li16E": "64x16x16", "Li32E": "64x32x16", "Li64E": "64x32x16"}
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("source", emulator_build.WGMMA_INSTANCES, ids=lambda path: path.stem)
+def test_wgmma(source, tmp_path):
+    """ptxas neither spills nor lets products wait for one another."""
+    cubin = tmp_path / "kernels.cubin"
+    command = [find_tool("nvcc"), *NVCC_FLAGS, "-cubin", "-arch=sm_90a", "-Xptxas=-v", "-Icsrc"]
+    result = subprocess.run(
+        [*command, source, "-o", cubin], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert "Potential Performance Loss" not in result.stderr
+    kernels = parse(text_of(cubin.read_bytes()), "lean_decode_wgmma_kernelI")
+    assert len(kernels) == len(WGMMA_PRODUCTS)
+    element = ".BF16" if "bf16" in source.stem else ""
+    for rows, shape in WGMMA_PRODUCTS.items():
+        [kernel] = [kernel for kernel in kernels if rows in kernel.name]
+        assert kernel.count(r"LDL|STL") == 0, rows
+        assert kernel.count("HGMMA") == 36 + 32, rows
+        assert kernel.count(rf"HGMMA\.{shape}\.F32{element}$") == 36 + 32, rows
+        assert kernel.count("UTMALDG.4D") == 9, rows  # boxes of a tile
+
+
 @pytest.fixture(scope="module")
 def others() -> dict[tuple[str, str], str]:
     """What nvdisasm makes of the other kernels, by target and name of the first of a source."""

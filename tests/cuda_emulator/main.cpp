@@ -67,6 +67,8 @@ void test_decode_addresses();
 void test_decode_addresses_short();
 void test_decode_int8_short();
 void test_decode_float8_short();
+void test_decode_wgmma();
+void test_decode_wgmma_short();
 
 void race_no_barrier();
 void race_relaxed();
@@ -101,6 +103,8 @@ int main(int argc, char** argv) {
             {"decode_128_short", test_decode_128_short},
             {"decode_int8_short", test_decode_int8_short},
             {"decode_float8_short", test_decode_float8_short},
+            {"decode_wgmma", test_decode_wgmma},
+            {"decode_wgmma_short", test_decode_wgmma_short},
             {"fixup_short", test_fixup_short},
             {"split_ranges", test_split_ranges},
             {"one_shot_worlds", test_one_shot_worlds},

@@ -505,3 +505,45 @@ void test_decode_short_kinds() {
   check({1, 1, 4, 5, 150, 128, 96, kBFloat16, 0, false, 0.0f, true, kInt8}, {2}, {kLarge}, 1);
   check({1, 1, 4, 1, 150, 128, 128, kFloat16, 5, false, 0.0f, true, kFloat8}, {2}, {kLarge}, 1);
 }
+
+namespace {
+
+// A Hopper on which the kernel of wgmma runs.
+constexpr DeviceLimits kHopper{4, 228 * 1024, 227 * 1024, true, true, true};
+
+void check_wgmma_latents(Shape shape, const std::vector<int>& workers, int num_seeds) {
+  shape.latents = true;
+  DecodeCase decode(shape, 0);
+  CHECK(cuda::plan_lean_decode(decode.params(0), kHopper).uses_wgmma, "another kernel");
+  check(shape, workers, {kHopper}, num_seeds);
+}
+
+}  // namespace
+
+// Latents by wgmma: a tile and less; ends of ranges, whose other keys are NaN; more tiles than the
+// ring has stages; several blocks per output and several outputs per block; 16, 32 and 64 rows, of
+// which some do not exist; ranges with gaps, soft-cap and ALiBi.
+void test_decode_wgmma_short() {
+  check_wgmma_latents({2, 1, 16, 1, 200, 576, 512, kBFloat16, 0, false, 0.0f, true}, {1, 3}, 2);
+  check_wgmma_latents({1, 1, 16, 1, 64 * 5 + 2, 576, 512, kBFloat16}, {1}, 2);
+  check_wgmma_latents({1, 2, 11, 2, 150, 320, 256, kBFloat16, 0, true, 2.0f, true}, {2}, 1);
+  check_wgmma_latents({2, 1, 40, 1, 100, 576, 512, kBFloat16, 0, false, 0.0f, true}, {1, 3},
+                      kShortSeeds);
+}
+
+// Every length about a tile, both dtypes, blocks of rows, levels of merges, and fewer columns.
+void test_decode_wgmma() {
+  for (const int seqlen_k : {1, 63, 64, 65, 129}) {
+    check_wgmma_latents({1, 1, 16, 1, seqlen_k, 576, 512, kFloat16}, {0, 1, 3}, 2);
+    check_wgmma_latents({1, 1, 20, 1, seqlen_k, 576, 512, kBFloat16}, {0, 2}, 2);
+  }
+  check_wgmma_latents({1, 1, 128, 1, 300, 576, 512, kBFloat16}, {0, 1, 5, 40}, 2);
+  check_wgmma_latents({1, 1, 128, 1, 200, 576, 512, kFloat16, 0, true, 3.0f, true}, {3}, 2);
+  check_wgmma_latents({3, 2, 4, 9, 200, 576, 512, kFloat16, 0, false, 0.0f, true}, {0, 7}, 2);
+  check_wgmma_latents({1, 1, 8, 1, 64 * 50, 576, 512, kBFloat16}, {40, 60}, 2);
+  check_wgmma_latents({1, 1, 8, 1, 90, 264, 256, kFloat16}, {3}, 2);
+  check_wgmma_latents({2, 1, 33, 2, 90, 544, 8, kBFloat16, 0, false, 0.0f, true}, {3}, 2);
+  Shape with_gap{2, 1, 16, 1, 150, 576, 512, kBFloat16};
+  with_gap.gap = 8;
+  check_wgmma_latents(with_gap, {2}, 2);
+}

@@ -75,9 +75,19 @@ def run_setup(tmp_path):
         if nvcc is not None:
             program = tmp_path / "cuda" / "bin" / "nvcc"
             program.parent.mkdir(parents=True)
-            program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V0'\n")
+            program.write_text(
+                f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc}, V0' \"$@\"\n"
+                'case "$FAILS_TO_COMPILE $*" in 1*-c*) exit 1 ;; esac\n'
+            )
             program.chmod(0o755)
-        ours = ("BUILD_EXTENSION", "USE_CUDA", "TORCH_CUDA_ARCH_LIST", "LINE_INFO", "DEBUG")
+        ours = (
+            "BUILD_EXTENSION",
+            "USE_CUDA",
+            "TORCH_CUDA_ARCH_LIST",
+            "LINE_INFO",
+            "DEBUG",
+            "WGMMA",
+        )
         environment = {k: v for k, v in os.environ.items() if k not in ours} | variables
         environment |= {"PYTHONPATH": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda")}
         return subprocess.run(
@@ -159,7 +169,21 @@ def test_debug_turns_optimisation_off(run_setup):
     assert "-O0" in text and "-O3" not in text
 
 
-@pytest.mark.parametrize("name", ["BUILD_EXTENSION", "USE_CUDA", "LINE_INFO", "DEBUG"])
+def test_kernels_for_hopper_alone_are_compiled_if_asked_for(run_setup, tmp_path):
+    """No device has run them, and only the devices that they are for have their instructions."""
+    command = "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)
+    assert "wgmma" not in output(run_setup(*command, USE_CUDA="1")).lower()
+    text = output(run_setup(*command, USE_CUDA="1", WGMMA="1"))
+    assert "TREE_ATTENTION_WGMMA" in text
+    commands = [line for line in text.splitlines() if "-c build/instances/" in line]
+    assert len(commands) == 2
+    for line in commands:
+        assert "-gencode=arch=compute_90a,code=sm_90a" in line and "wgmma" in line
+    refused = run_setup(*command, USE_CUDA="1", WGMMA="1", FAILS_TO_COMPILE="1")
+    assert "nvcc failed for build/instances/lean_decode_wgmma_bf16_576.cu" in refusal(refused)
+
+
+@pytest.mark.parametrize("name", ["BUILD_EXTENSION", "USE_CUDA", "LINE_INFO", "DEBUG", "WGMMA"])
 def test_unknown_value_is_refused(run_setup, name):
     assert f"{name} must be one of" in refusal(run_setup(**{"USE_CUDA": "1", name: "yes"}))
 
@@ -304,7 +328,7 @@ def sources(result) -> list[str]:
 
 def test_every_source_is_built(run_setup):
     """A file that setup.py forgets would be missing at run time only."""
-    listed = sources(run_setup(USE_CUDA="1"))
+    listed = sources(run_setup(USE_CUDA="1", WGMMA="1"))
     found = [
         str(path.relative_to(ROOT))
         for suffix in ("cpp", "cu")

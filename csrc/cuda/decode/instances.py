@@ -68,12 +68,12 @@ def instances() -> dict[str, str]:
     return texts
 
 
-def write_instances(folder: Path, texts: dict[str, str] | None = None) -> list[Path]:
-    """Write the files, by default those of instances(), into `folder`, and leave those that are right untouched: their time decides
+def write_instances(folder: Path, texts: dict[str, str]) -> list[Path]:
+    """Write the files into `folder`, and leave those that are right untouched: their time decides
     what is compiled again, and another process may be compiling them."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for name, text in (instances() if texts is None else texts).items():
+    for name, text in texts.items():
         path = folder / f"{name}.cu"
         if not path.exists() or path.read_text() != text:
             new = path.with_suffix(f".{os.getpid()}")
@@ -84,4 +84,4 @@ def write_instances(folder: Path, texts: dict[str, str] | None = None) -> list[P
 
 
 if __name__ == "__main__":
-    print(*write_instances(Path(sys.argv[1])), sep="\n")
+    print(*write_instances(Path(sys.argv[1]), instances()), sep="\n")

@@ -64,7 +64,7 @@ __device__ void load_queries(const LaunchParams& params, const OutputRows& rows,
   cp_async_wait_group<0>();
   // Without this: products read older queries.
   fence_proxy_async();
-  // Without this: queries are read before all threads have fetched them.
+  // Without this: products read queries that other threads have not fetched.
   SyncConsumers<Config>::sync();
 }
 
@@ -165,7 +165,7 @@ __device__ void store_state(const LaunchParams& params, const OutputRows& rows,
         if (row < rows.count) sink.store_lse(row, softmax.lse(block, i));
       }
     }
-    // Without this: o is read before all threads have stored.
+    // Without this: rows are read before all threads of the group have stored them.
     SyncGroup<Config>::sync();
 #pragma unroll 1  // a store has a branch for each dtype
     for (int i = threadIdx.x % Config::kGroupThreads; i < 8 * columns; i += Config::kGroupThreads) {
@@ -174,7 +174,7 @@ __device__ void store_state(const LaunchParams& params, const OutputRows& rows,
       sink.store(first + row, column, load_float4(place(row, column)));
     }
   }
-  // Without this: the next tile is filled, which what is stored here overwrites.
+  // What was stored to the stage comes before the next copy to it.
   fence_proxy_async();
 }
 

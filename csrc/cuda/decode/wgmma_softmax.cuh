@@ -94,12 +94,12 @@ class LazySoftmax {
         const float larger = fmaxf(maximum_[i][row], largest[i][row]);
         factor[i][row] = ex2((maximum_[i][row] - larger) * kLog2E);
         maximum_[i][row] = larger;
-        // Without this: sums stay relative to an older maximum.
+        // Without this: the sums of a group stay relative to an older maximum.
         sum_[i][row] *= factor[i][row];
         lost_[i][row] *= factor[i][row];
       }
     }
-    // Without this: o stays relative to an older maximum.
+    // Without this: the o of a group stays relative to an older maximum.
     tile.rescale(factor);
   }
 
@@ -162,7 +162,7 @@ class LazySoftmax {
         if (Fragments::is_first_of_row()) of_warp[place(i, row)] = of_lanes;
       }
     }
-    // Without this: warps are combined before all have stored.
+    // Without this: warps of a group are combined before all have stored.
     SyncGroup<Config>::sync();
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
