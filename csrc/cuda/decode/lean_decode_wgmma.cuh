@@ -2,7 +2,7 @@
 //
 // The decode kernel for Hopper. The schedule, the masks and the fix-up are those of
 // lean_decode.cuh; how tiles come to shared memory, the products and the softmax in the loop are
-// its own: one thread asks for boxes of a tensor, warpgroups multiply what is in shared memory, and
+// its own: one thread asks for boxes of a tensor, four warps multiply what is in shared memory, and
 // a row's maximum is raised only where scores are far beyond it.
 #pragma once
 
@@ -69,7 +69,7 @@ __device__ void load_queries(const LaunchParams& params, const OutputRows& rows,
 }
 
 // Puts zeros in the place of values that no row sees, which may be NaN: a weight of zero would not
-// hide them. To be called by all threads that multiply, and it ends with a barrier of theirs.
+// hide them. To be called by all threads that multiply, who meet before they read values.
 template <typename Config>
 __device__ void hide_values(const LaunchParams& params, const OutputRows& rows, const Keys& keys,
                             int first_key, char* values) {
@@ -83,21 +83,18 @@ __device__ void hide_values(const LaunchParams& params, const OutputRows& rows, 
   }
   // Without this: products read what was there before the zeros.
   fence_proxy_async();
-  // Without this: products read what other threads have not hidden.
-  SyncConsumers<Config>::sync();
 }
 
-// Attends the group's rows to the block's tiles of an output: `tile` and `softmax` become their
-// unnormalised state. The last stage remains the group's.
+// Attends the rows of an output to the block's tiles of it: `tile` and `softmax` become their
+// unnormalised state. The last stage is not given up.
 template <typename Element, typename Config>
 __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& output,
                        const OutputRows& rows, char* shared, WgmmaRing<Config>& ring,
                        TileWgmma<Config, Element>& tile, LazySoftmax<Config, Element>& softmax) {
   using Tile = TileWgmma<Config, Element>;
-  const int first_row = SyncGroup<Config>::number() * Config::kGroupRows;
-  const int first_key = threadIdx.x % Config::kGroupThreads / 32 * 16;  // of the warp
-  const uint32_t queries = shared_address(shared + Config::kQueries) + first_row * kBoxRowBytes;
-  char* const weights = shared + Config::kWeights + first_row * kBoxRowBytes;
+  const int first_key = threadIdx.x / 32 * 16;  // of the warp
+  const uint32_t queries = shared_address(shared + Config::kQueries);
+  char* const weights = shared + Config::kWeights;
   const Keys keys = output.keys();
 
   tile.clear();
@@ -114,7 +111,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
     // What rows see is found again for each tile: o leaves no registers to keep it.
 #pragma unroll
     for (int block = 0; block < Tile::kRowBlocks; ++block) {
-      const RowScores<KeysByRows> row_scores(params, rows, keys, first_row + 8 * block);
+      const RowScores<KeysByRows> row_scores(params, rows, keys, 8 * block);
       float of_block[1][4];
       for (int c = 0; c < 4; ++c) of_block[0][c] = s[4 * block + c];
       row_scores.apply(of_block, tile_key + first_key, tile);
@@ -131,44 +128,42 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
 }
 
 // Stores the state of an output. A thread has eight neighbouring columns in as many lanes, and
-// stores four of a row: o passes through the last stage, eight rows of a group at a time. To be
-// called by all threads that multiply.
+// stores four of a row: o passes through the last stage, eight rows at a time. To be called by
+// all threads that multiply.
 template <typename Element, typename Config, typename Sink>
 __device__ void store_state(const LaunchParams& params, const OutputRows& rows,
                             const TileWgmma<Config, Element>& tile,
                             LazySoftmax<Config, Element>& softmax, char* stage, const Sink& sink) {
   constexpr int kColumns = Config::kValueColumns;
-  static_assert(Config::kGroups * 8 * kColumns * 4 <= Config::kStageBytes);
-  const int group = SyncGroup<Config>::number();
+  static_assert(8 * kColumns * 4 <= Config::kStageBytes);
   const int columns = params.decode.head_dim_v / 4;
-  float* const memory = reinterpret_cast<float*>(stage) + group * 8 * kColumns;
+  float* const memory = reinterpret_cast<float*>(stage);
   const auto place = [&](int row, int column) {
     // The exclusive or lets the rows that a warp stores at a time use different banks.
     return memory + row * kColumns + (column ^ KeysByRows::turn(row) * 8);
   };
+  // It has a barrier, after which nobody reads the tile.
   softmax.finish();
-  // Without this: o overwrites a tile that another group still reads.
-  SyncConsumers<Config>::sync();
 #pragma unroll
   for (int block = 0; block < TileWgmma<Config, Element>::kRowBlocks; ++block) {
-    const int first = group * Config::kGroupRows + 8 * block;
+    const int first = 8 * block;
     // Without this: the next rows overwrite those that are read.
-    if (block > 0) SyncGroup<Config>::sync();
+    if (block > 0) SyncConsumers<Config>::sync();
     const float factor[2] = {softmax.inverse_sum(block, 0), softmax.inverse_sum(block, 1)};
     tile.for_each_column(block, [&](int column, int i, float o) {
       // A sum of zero hides what o has of keys that no row of the block sees.
       *place(KeysByRows::first_row() + i, column) = factor[i] == 0.0f ? 0.0f : o * factor[i];
     });
-    if (threadIdx.x % Config::kGroupThreads < 4) {
+    if (threadIdx.x < 4) {
       for (int i = 0; i < 2; ++i) {
         const int row = first + KeysByRows::first_row() + i;
         if (row < rows.count) sink.store_lse(row, softmax.lse(block, i));
       }
     }
-    // Without this: rows are read before all threads of the group have stored them.
-    SyncGroup<Config>::sync();
+    // Without this: rows are read before all threads have stored them.
+    SyncConsumers<Config>::sync();
 #pragma unroll 1  // a store has a branch for each dtype
-    for (int i = threadIdx.x % Config::kGroupThreads; i < 8 * columns; i += Config::kGroupThreads) {
+    for (int i = threadIdx.x; i < 8 * columns; i += Config::kConsumers) {
       const int row = i / columns, column = i % columns * 4;
       if (first + row >= rows.count) break;
       sink.store(first + row, column, load_float4(place(row, column)));
@@ -210,18 +205,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   OutputCursor<Config> output(params, schedule.range);
   if (!multiplies) {
-    if constexpr (Config::kMovesRegisters) setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == Config::kConsumers) request_tiles(all, output, ring);
     return;
   }
-  if constexpr (Config::kMovesRegisters) setmaxnreg_inc<Config::kConsumerRegisters>();
   const int head_dim_v = params.decode.head_dim_v;
   const int worker = blockIdx.x;
-  const int first_statistic =
-      SyncGroup<Config>::number() * Config::kGroupWarps * Config::kGroupRows;
   TileWgmma<Config, Element> tile;
-  LazySoftmax<Config, Element> softmax(reinterpret_cast<float*>(shared + Config::kStatistics) +
-                                       first_statistic);
+  LazySoftmax<Config, Element> softmax(reinterpret_cast<float*>(shared + Config::kStatistics));
   for (; !output.done(); output.next()) {
     const OutputRows rows = output.rows();
     const OutputSink sink(params, rows);

@@ -65,7 +65,6 @@ struct TileConfig {
   static constexpr int kGroupWarps = kRowGroups * kColumnGroups;  // of a key group
   static constexpr int kWarps = kGroupWarps > 4 ? 8 : 4;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr bool kMovesRegisters = false;  // between warps
   static constexpr int kKeyGroups = kWarps / kGroupWarps;
   static constexpr int kWarpColumns = kValueColumns / kColumnGroups;  // of V and o
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The products of a warpgroup with a tile: keys, and then columns of values, are the lines of a
+// The products of four warps with a tile: keys, and then columns of values, are the lines of a
 // product, packed rows its columns. A thread has the same rows of scores and of o, and lines in the
 // places of KeysByRows (fragments.cuh): of 64 lines its warp has every fourth 16.
 #pragma once
@@ -30,7 +30,7 @@ __device__ __forceinline__ uint64_t moved(uint64_t descriptor, int bytes) {
 template <typename Config, typename Element>
 class TileWgmma {
  public:
-  static constexpr int kRowBlocks = Config::kGroupRows / 8;  // of eight rows
+  static constexpr int kRowBlocks = Config::kRows / 8;  // of eight rows
   using Scores = float[4 * kRowBlocks];
 
   // As in WarpTile.
@@ -43,8 +43,7 @@ class TileWgmma {
     }
   }
 
-  // s [64 keys, rows] = k q^T, with the shared addresses of the tile's keys and of the group's
-  // queries.
+  // s [64 keys, rows] = k q^T, with the shared addresses of the tile's keys and of the queries.
   __device__ void score_tile(Scores& s, uint32_t keys, uint32_t queries) const {
     const uint64_t k = matrix_descriptor(keys), q = matrix_descriptor(queries);
 #pragma unroll
@@ -64,8 +63,8 @@ class TileWgmma {
     wgmma_after_wait(s);
   }
 
-  // o [columns, rows] += v^T p, with the shared addresses of the tile's values and of the group's
-  // weights, [rows, 64 keys].
+  // o [columns, rows] += v^T p, with the shared addresses of the tile's values and of the weights,
+  // [rows, 64 keys].
   __device__ void value_tile(uint32_t values, uint32_t weights) {
     const uint64_t v = matrix_descriptor(values), p = matrix_descriptor(weights);
     wgmma_fence();
@@ -97,7 +96,7 @@ class TileWgmma {
   // block of rows.
   template <typename Store>
   __device__ __forceinline__ void for_each_column(int block, Store store) const {
-    const int first = threadIdx.x % Config::kGroupThreads / 32 * 16 + threadIdx.x % 32 / 4;
+    const int first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int box = 0; box < Config::kValueBoxes; ++box) {
 #pragma unroll

@@ -58,14 +58,8 @@ class Units {
     const OutputRows rows = this->rows(unit, 0);
     const int first_token = params_.group_size.quotient(rows.begin);
     const int last_token = params_.group_size.quotient(rows.begin + rows.count - 1);
-    const int32_t* range = place_of_key_range(p, rows.batch, first_token);
-    const int num_tokens = last_token - first_token + 1, seqlen_k = static_cast<int>(p.seqlen_k);
-    // Who calls functions has the registers of all warps that any of them may need.
-    if constexpr (Config::kMovesRegisters) {
-      return find_hull(range, p.key_ranges_stride[1], num_tokens, seqlen_k);
-    } else {
-      return hull_of_ranges(range, p.key_ranges_stride[1], num_tokens, seqlen_k);
-    }
+    return hull_of_ranges(place_of_key_range(p, rows.batch, first_token), p.key_ranges_stride[1],
+                          last_token - first_token + 1, static_cast<int>(p.seqlen_k));
   }
 
   // Whether some of the rows sees the key, which is one of their hull.
@@ -92,11 +86,6 @@ class Units {
   // kernel's parameters as it reads global memory.
   static __device__ __noinline__ Keys hull_of_ranges(const int32_t* range, int64_t stride,
                                                      int num_tokens, int seqlen_k) {
-    return find_hull(range, stride, num_tokens, seqlen_k);
-  }
-
-  static __device__ __forceinline__ Keys find_hull(const int32_t* range, int64_t stride,
-                                                   int num_tokens, int seqlen_k) {
     BasicKeyRange<int> all{0, 0};
     bool has_gaps = false;
     const auto length = [](const auto& keys) {

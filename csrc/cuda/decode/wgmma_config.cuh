@@ -16,9 +16,7 @@ namespace tree_attention::cuda {
 constexpr int kWgmmaTileKeys = 64, kWgmmaBoxColumns = 64;
 
 // Four warps multiply together. Keys are the 64 lines of a product and packed rows its columns, so
-// that no product is spent on rows that do not exist: a warpgroup has kGroupRows rows, with all
-// keys of a tile and all columns of values, and waits for no other warpgroup in the loop over
-// tiles. One more thread requests the tiles.
+// that no product is spent on rows that do not exist. One more thread requests the tiles.
 //
 // K, V and the queries lie in boxes of 64 columns (matrix_descriptor.cuh): K and V in boxes of a
 // tile's keys, as copies write them, the queries in boxes of kRows rows.
@@ -30,17 +28,9 @@ struct WgmmaConfig {
   static constexpr bool kValuesInKeys = kHeadDim > 256;
   static constexpr int kValueColumns = kValuesInKeys ? 512 : kHeadDim;
 
-  static constexpr int kGroupRows = std::min(kRows, 32);
-  static constexpr int kGroups = kRows / kGroupRows;
-  static constexpr int kGroupThreads = 128, kGroupWarps = 4;
-  static constexpr int kConsumers = kGroups * kGroupThreads;  // threads that multiply: the first
-  // With two groups or more registers move to them from the warps of the thread that requests.
-  static constexpr bool kMovesRegisters = kGroups > 1;
-  static constexpr int kThreads = kConsumers + (kMovesRegisters ? kGroupThreads : 32);
+  static constexpr int kConsumerWarps = 4, kConsumers = 32 * kConsumerWarps;  // the first threads
+  static constexpr int kThreads = kConsumers + 32;
   static constexpr int kWarps = kThreads / 32;
-  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
-  static_assert(!kMovesRegisters ||
-                kConsumers * kConsumerRegisters + kGroupThreads * kProducerRegisters <= 65536);
 
   static constexpr int kTileKeys = kWgmmaTileKeys;
   static constexpr int kBoxColumns = kWgmmaBoxColumns;
@@ -59,8 +49,8 @@ struct WgmmaConfig {
   static constexpr int kScratch = kQueries + kKeyBoxes * kQueryBoxBytes;
   static constexpr int kWeights = kScratch;
   static_assert(kRows * kBoxRowBytes <= kFixupScratchBytes);
-  static constexpr int kStatistics = kScratch + kFixupScratchBytes;  // [kWarps of consumers][rows]
-  static constexpr int kBarriers = kStatistics + kGroups * kGroupWarps * kGroupRows * 4;
+  static constexpr int kStatistics = kScratch + kFixupScratchBytes;  // [kConsumerWarps][kRows]
+  static constexpr int kBarriers = kStatistics + kConsumerWarps * kRows * 4;
   static constexpr int kSchedule = kBarriers + 2 * kMaxStages * 8;
   static constexpr int kScheduleBytes = 512;  // lean_decode_wgmma.cuh asserts what it needs
   static constexpr int kRing = (kSchedule + kScheduleBytes + 1023) / 1024 * 1024;
@@ -69,10 +59,10 @@ struct WgmmaConfig {
 };
 
 // Calls f.template operator()<Config>() for the smallest tile of at least `num_rows` rows, or the
-// largest there is.
+// largest there is: o of more would not fit the registers of four warps.
 template <typename Element, int kHeadDim, int kRows = 16, typename F>
 auto with_wgmma_rows(int64_t num_rows, F f) {
-  if constexpr (kRows < 64) {
+  if constexpr (kRows < 32) {
     if (num_rows > kRows) return with_wgmma_rows<Element, kHeadDim, 2 * kRows>(num_rows, f);
   }
   return f.template operator()<WgmmaConfig<Element, kHeadDim, kRows>>();

@@ -21,7 +21,7 @@ class WgmmaRing {
   __device__ void begin() const {
     for (int stage = 0; stage < num_stages_; ++stage) {
       mbarrier_init(barrier(stage), 1);
-      mbarrier_init(barrier(Config::kMaxStages + stage), Config::kConsumers / 32);
+      mbarrier_init(barrier(Config::kMaxStages + stage), Config::kConsumerWarps);
     }
     // Without this: copies arrive at barriers that they do not see.
     fence_mbarrier_init();
@@ -37,8 +37,7 @@ class WgmmaRing {
 
   // To be called by all threads of a warp that is done with the stage.
   __device__ void release() const {
-    // Without this: the stage is filled while another lane reads it.
-    __syncwarp();
+    __syncwarp();  // another lane may read it
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty());
   }
 

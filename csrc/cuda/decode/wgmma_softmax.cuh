@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The online softmax of a warpgroup (softmax.cuh has that of a warp). Its four warps have different
+// The online softmax of four warps (softmax.cuh has that of a warp). They have different
 // keys of the same rows, so that a maximum is known to all of them only after a barrier. Weights
 // are therefore relative to a maximum that the scores of the row may exceed by a factor of
 // 2^kHeadroom, which seldom happens twice: until then a tile takes one vote.
@@ -11,22 +11,15 @@
 
 namespace tree_attention::cuda {
 
-// Barriers of the block beside __syncthreads, which has number 0.
-enum : uint32_t { kConsumerBarrier = 1, kFirstGroupBarrier = 2 };
+// The barrier of the threads that multiply, beside __syncthreads, which has number 0.
+constexpr uint32_t kConsumerBarrier = 1;
 
-// Threads that meet: all that multiply, and those of a warpgroup.
 template <typename Config>
 struct SyncConsumers {
   static __device__ void sync() { bar_sync(kConsumerBarrier, Config::kConsumers); }
-};
-
-template <typename Config>
-struct SyncGroup {
-  static __device__ uint32_t number() { return threadIdx.x / Config::kGroupThreads; }
-  static __device__ void sync() { bar_sync(kFirstGroupBarrier + number(), Config::kGroupThreads); }
   // Whether `predicate` holds in any thread.
   static __device__ bool any(bool predicate) {
-    return bar_red_or(kFirstGroupBarrier + number(), Config::kGroupThreads, predicate);
+    return bar_red_or(kConsumerBarrier, Config::kConsumers, predicate);
   }
 };
 
@@ -55,7 +48,7 @@ class LazySoftmax {
   using OfRows = float[kRowBlocks][2];
 
  public:
-  // `statistics` is shared memory of the group, [warps][kGroupRows].
+  // `statistics` is shared memory, [warps][kRows].
   __device__ explicit LazySoftmax(float* statistics) : statistics_(statistics) {}
 
   __device__ void clear() {
@@ -68,8 +61,8 @@ class LazySoftmax {
     }
   }
 
-  // Raises the maxima where the group's scores are too far beyond them. To be called by all threads
-  // of the group, as everything below.
+  // Raises the maxima where scores are too far beyond them. To be called by all threads
+  // that multiply, as everything below.
   __device__ void raise(const Scores& s, Tile& tile) {
     bool exceeds = false;
 #pragma unroll
@@ -78,7 +71,7 @@ class LazySoftmax {
     }
     // It is also the barrier after which the weights and statistics of the tile before may be
     // overwritten.
-    if (!SyncGroup<Config>::any(exceeds)) return;
+    if (!SyncConsumers<Config>::any(exceeds)) return;
     OfRows largest;
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
@@ -94,20 +87,20 @@ class LazySoftmax {
         const float larger = fmaxf(maximum_[i][row], largest[i][row]);
         factor[i][row] = ex2((maximum_[i][row] - larger) * kLog2E);
         maximum_[i][row] = larger;
-        // Without this: the sums of a group stay relative to an older maximum.
+        // Without this: the sums of rows stay relative to an older maximum.
         sum_[i][row] *= factor[i][row];
         lost_[i][row] *= factor[i][row];
       }
     }
-    // Without this: the o of a group stays relative to an older maximum.
+    // Without this: the o of rows stays relative to an older maximum.
     tile.rescale(factor);
   }
 
-  // Turns scores into weights, the operand of the next product at `weights`, [kGroupRows] of 64
+  // Turns scores into weights, the operand of the next product at `weights`, [kRows] of 64
   // keys. A NaN score becomes a NaN weight: no maximum has it, but the sum.
   __device__ void weigh(const Scores& s, char* weights) {
     const int lane = threadIdx.x % 32;
-    const int key = threadIdx.x % Config::kGroupThreads / 32 * 16 + lane % 4 * 2;
+    const int key = threadIdx.x / 32 * 16 + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
       float w[4];
@@ -130,10 +123,10 @@ class LazySoftmax {
     // Without this: products read older weights.
     fence_proxy_async();
     // Without this: products read weights that other warps have not stored.
-    SyncGroup<Config>::sync();
+    SyncConsumers<Config>::sync();
   }
 
-  // The sums of the group's rows become those of all its keys, and no key may follow.
+  // The sums of rows become those of all its keys, and no key may follow.
   __device__ void finish() {
     combine_warps(sum_, [](float a, float b) { return a + b; });
   }
@@ -150,11 +143,11 @@ class LazySoftmax {
   }
 
  private:
-  // Combines x of all threads of the group that have the same row, in all of them. Other threads
+  // Combines x of all threads that have the same row, in all of them. Other threads
   // may still read what was combined before.
   template <typename Function>
   __device__ void combine_warps(OfRows& x, Function function) const {
-    float* const of_warp = statistics_ + threadIdx.x % Config::kGroupThreads / 32 * kRows;
+    float* const of_warp = statistics_ + threadIdx.x / 32 * kRows;
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
       for (int row = 0; row < 2; ++row) {
@@ -162,21 +155,21 @@ class LazySoftmax {
         if (Fragments::is_first_of_row()) of_warp[place(i, row)] = of_lanes;
       }
     }
-    // Without this: warps of a group are combined before all have stored.
-    SyncGroup<Config>::sync();
+    // Without this: the four warps are combined before all have stored.
+    SyncConsumers<Config>::sync();
 #pragma unroll
     for (int i = 0; i < kRowBlocks; ++i) {
       for (int row = 0; row < 2; ++row) {
         x[i][row] = statistics_[place(i, row)];
 #pragma unroll
-        for (int warp = 1; warp < Config::kGroupWarps; ++warp) {
+        for (int warp = 1; warp < Config::kConsumerWarps; ++warp) {
           x[i][row] = function(x[i][row], statistics_[warp * kRows + place(i, row)]);
         }
       }
     }
   }
 
-  static constexpr int kRows = Config::kGroupRows;
+  static constexpr int kRows = Config::kRows;
   static __device__ int place(int block, int row) {
     return 8 * block + Fragments::first_row() + row;
   }
