@@ -217,7 +217,7 @@ class PartsMerger {
 };
 
 // Merges the parts of a step, by all threads of one block.
-template <int kThreads, typename Sync, typename Sink>
+template <int kThreads, typename Sync = SyncBlock, typename Sink>
 __device__ void merge_step(const PartialStates& states, const Contributors& workers,
                            const MergeStep& step, int num_rows, char* scratch, const Sink& sink) {
   // A result that is no output takes the place of the step's first part.
@@ -234,7 +234,7 @@ __device__ void merge_step(const PartialStates& states, const Contributors& work
 // and after the other blocks' (PTX ISA, 8.9.5: causality order is transitive), so that plain loads
 // and stores of partial states need no fences of their own. A cluster's barrier does that for what
 // its other blocks have stored.
-template <typename Sync>
+template <typename Sync = SyncBlock>
 __device__ __forceinline__ bool arrive(uint32_t* counter, int64_t expected, bool* flag) {
   const uint32_t limit = static_cast<uint32_t>(expected) - 1;
   Sync::sync();
