@@ -169,18 +169,29 @@ def test_debug_turns_optimisation_off(run_setup):
     assert "-O0" in text and "-O3" not in text
 
 
-def test_kernels_for_hopper_alone_are_compiled_if_asked_for(run_setup, tmp_path):
-    """No device has run them, and only the devices that they are for have their instructions."""
+def build_with_wgmma(run_setup, tmp_path, **variables):
     command = "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)
-    assert "wgmma" not in output(run_setup(*command, USE_CUDA="1")).lower()
-    text = output(run_setup(*command, USE_CUDA="1", WGMMA="1"))
+    return run_setup(*command, USE_CUDA="1", **variables)
+
+
+def test_kernels_for_hopper_alone_are_not_compiled(run_setup, tmp_path):
+    """No device has run them, and only the devices that they are for have their instructions."""
+    assert "wgmma" not in output(build_with_wgmma(run_setup, tmp_path)).lower()
+
+
+def test_kernels_for_hopper_alone_are_compiled_if_asked_for(run_setup, tmp_path):
+    text = output(build_with_wgmma(run_setup, tmp_path, WGMMA="1"))
     assert "TREE_ATTENTION_WGMMA" in text
     commands = [line for line in text.splitlines() if "-c build/instances/" in line]
     assert len(commands) == 2
     for line in commands:
         assert "-gencode=arch=compute_90a,code=sm_90a" in line and "wgmma" in line
-    refused = run_setup(*command, USE_CUDA="1", WGMMA="1", FAILS_TO_COMPILE="1")
-    assert "nvcc failed for build/instances/lean_decode_wgmma_bf16_576.cu" in refusal(refused)
+
+
+def test_a_kernel_for_hopper_that_does_not_compile_is_named(run_setup, tmp_path):
+    result = build_with_wgmma(run_setup, tmp_path, WGMMA="1", FAILS_TO_COMPILE="1")
+    message = "nvcc failed for build/instances/lean_decode_wgmma_bf16_576.cu"
+    assert message in refusal(result)
 
 
 @pytest.mark.parametrize("name", ["BUILD_EXTENSION", "USE_CUDA", "LINE_INFO", "DEBUG", "WGMMA"])
