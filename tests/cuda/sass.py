@@ -24,7 +24,7 @@ CONFIG = re.compile(
     r"(?:NS_\d+(?P<element>\w*Float16)E|f).*?Li(?P<head_dim>\d+)ELi(?P<row_tile>\d+)E"
     r"(?:NS_\d(?P<cached>Int8|Float8)E)?"
 )
-_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*)")
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]*)([^;]*)")
 _REGISTER = re.compile(r"\bR(\d+)")
 
 
