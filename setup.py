@@ -17,6 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+if sys.version_info < (3, 10):  # noqa: UP036, as pip runs this before it reads requires-python
+    sys.exit(
+        f"tree_attention needs Python 3.10 or newer, got {sys.version.split()[0]}: make the "
+        "environment with a newer one, for example `python3.12 -m venv .venv`"
+    )
+
 
 def flag(name: str, default: str, allowed: tuple[str, ...]) -> str:
     value = os.environ.get(name, default)
@@ -25,11 +31,6 @@ def flag(name: str, default: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-if sys.version_info < (3, 10):  # noqa: UP036, as pip runs this before it reads requires-python
-    sys.exit(
-        f"tree_attention needs Python 3.10 or newer, got {sys.version.split()[0]}: make the "
-        "environment with a newer one, for example `python3.12 -m venv .venv`"
-    )
 # Plans need none, and no torch.
 BUILD_EXTENSION = flag("BUILD_EXTENSION", "1", ("0", "1")) == "1"
 if BUILD_EXTENSION:
@@ -284,6 +285,8 @@ def extension(use_cuda: bool):
     instances = written["write_instances"](folder, written["instances"]())
     sources = [*map(str, instances), *CPU_SOURCES, *CUDA_SOURCES]
     with_wgmma = flag("WGMMA", "0", ("0", "1")) == "1"
+    if with_wgmma and debug:  # accumulators in memory would be read before they are there
+        sys.exit("tree_attention: WGMMA=1 needs optimised code, and DEBUG=1 has none: set one")
     if with_wgmma:
         macros.append(("TREE_ATTENTION_WGMMA", None))
         sources += WGMMA_SOURCES

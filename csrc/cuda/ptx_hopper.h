@@ -128,10 +128,11 @@ __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// No instruction: the compiler, which takes products to be over when they are issued, must not copy
-// the accumulators before this point. It follows the wait.
+// No instruction: the compiler, which takes products to be over when they are issued, must neither
+// copy the accumulators before this point, after the wait, nor write them after it, before the
+// fence.
 template <int kCount>
-__device__ __forceinline__ void wgmma_after_wait(float (&d)[kCount]) {
+__device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }

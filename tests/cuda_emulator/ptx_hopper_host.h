@@ -68,7 +68,7 @@ void wgmma_wait_group(source_location where = source_location::current()) {
   emulator::wait_for_products(kPending, where);
 }
 template <int kCount>
-void wgmma_after_wait(float (&)[kCount]) {}
+void wgmma_pin(float (&)[kCount]) {}
 
 template <int kCount>
 void wgmma(float (&d)[kCount], emulator::Product product, const uint32_t* a,

@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(256, 2) wgmma_kernel(const Params p) {
     }
     cuda::wgmma_wait_group<1>();
     cuda::wgmma_wait_group<0>();
-    cuda::wgmma_after_wait(d);
+    cuda::wgmma_pin(d);
 #pragma unroll
     for (int j = 0; j < kN / 2; ++j) p.d[place(j)] = d[j];
   }

@@ -169,6 +169,11 @@ def test_debug_turns_optimisation_off(run_setup):
     assert "-O0" in text and "-O3" not in text
 
 
+def test_kernels_of_wgmma_are_optimised(run_setup):
+    text = refusal(run_setup(USE_CUDA="1", DEBUG="1", WGMMA="1"))
+    assert "WGMMA=1 needs optimised code, and DEBUG=1 has none: set one" in text
+
+
 def build_with_wgmma(run_setup, tmp_path, **variables):
     command = "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)
     return run_setup(*command, USE_CUDA="1", **variables)

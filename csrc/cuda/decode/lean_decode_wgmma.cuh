@@ -69,7 +69,8 @@ __device__ void load_queries(const LaunchParams& params, const OutputRows& rows,
 }
 
 // Puts zeros in the place of values that no row sees, which may be NaN: a weight of zero would not
-// hide them. To be called by all threads that multiply, who meet before they read values.
+// hide them. To be called by all threads that multiply, after all have their scores, of which these
+// values may be keys, and before `weigh`, whose fence and barrier come before products read zeros.
 template <typename Config>
 __device__ void hide_values(const LaunchParams& params, const OutputRows& rows, const Keys& keys,
                             int first_key, char* values) {
@@ -81,8 +82,6 @@ __device__ void hide_values(const LaunchParams& params, const OutputRows& rows, 
         key < keys.end && (!keys.has_gaps || Units<Config>::is_seen(params, rows, key));
     if (!is_seen) store_shared(reinterpret_cast<float*>(values + 16 * i), Float4{});
   }
-  // Without this: products read what was there before the zeros.
-  fence_proxy_async();
 }
 
 // Attends the rows of an output to the block's tiles of it: `tile` and `softmax` become their
@@ -102,10 +101,8 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
   for (int i = output.tile_begin(), end = output.tile_end(); i < end; i += output.tile_step()) {
     // Without this: a tile is read before it is there.
     ring.wait_until_full();
+    __syncwarp();  // for the product, after a loop that each thread leaves alone
     const int tile_key = output.first_key(i);
-    if (keys.has_gaps || tile_key + Config::kTileKeys > keys.end) {
-      hide_values<Config>(params, rows, keys, tile_key, shared + ring.offset() + Config::kValues);
-    }
     typename Tile::Scores s;
     tile.score_tile(s, ring.address(), queries);
     // What rows see is found again for each tile: o leaves no registers to keep it.
@@ -118,6 +115,10 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
       for (int c = 0; c < 4; ++c) s[4 * block + c] = of_block[0][c];
     }
     softmax.raise(s, tile);
+    if (keys.has_gaps || tile_key + Config::kTileKeys > keys.end) {
+      hide_values<Config>(params, rows, keys, tile_key, shared + ring.offset() + Config::kValues);
+      __syncwarp();
+    }
     softmax.weigh(s, weights);
     tile.value_tile(ring.address() + Config::kValues, shared_address(weights));
     if (i + output.tile_step() < end) {

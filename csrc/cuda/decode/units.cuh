@@ -17,7 +17,7 @@ struct OutputRows {
 
 struct Keys {
   int begin, end;  // the hull of the rows' ranges
-  bool has_gaps;   // some key of the hull may be in no row's range: it must not be read
+  bool has_gaps;   // some key of the hull may be in no row's range: it must not count
 };
 
 // Row `row` of an output.

@@ -33,9 +33,12 @@ cudaError_t make_map(CUtensorMap& map, const DecodeParams& p, const void* memory
       static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(p.seqlen_k),
       static_cast<cuuint64_t>(p.num_heads_kv), static_cast<cuuint64_t>(p.batch)};
   cuuint64_t strides[kRank - 1];
+  cuuint64_t inner = columns * element_size(p.kv_dtype);  // bytes of what an axis has many of
   for (int axis = 0; axis < kRank - 1; ++axis) {
+    // An axis of one element may have any stride in a tensor, and in a map none that is smaller.
     const int64_t bytes = stride[2 - axis] * element_size(p.kv_dtype);
-    strides[axis] = sizes[axis + 1] > 1 ? static_cast<cuuint64_t>(bytes) : 16;  // of one element
+    strides[axis] = sizes[axis + 1] > 1 ? static_cast<cuuint64_t>(bytes) : inner;
+    inner = strides[axis] * sizes[axis + 1];
   }
   const cuuint32_t box[kRank] = {kWgmmaBoxColumns, kWgmmaTileKeys, 1, 1};
   const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
