@@ -187,7 +187,6 @@ def squeezed(capsys: pytest.CaptureFixture[str]) -> str:
     ("options", "sentence"),
     [
         (("--tensor-parallel-size", "3"), "--tensor-parallel-size must divide the number of proc"),
-        (("--attention", "sdpa"), "--attention sdpa runs in one process"),
     ],
 )
 def test_what_goes_with_no_two_ranks_is_told_before_they_start(

@@ -237,8 +237,8 @@ def test_ranks_have_longer_to_start_than_to_answer(
     waits: list[float | None] = []
 
     @contextmanager
-    def joined(backend: str, timeout: float | None) -> Iterator[None]:
-        waits.append(timeout)
+    def joined(backend: str, timeout: float | None, group_timeout: float) -> Iterator[None]:
+        waits.extend((timeout, group_timeout))
         yield
 
     def check_world(arguments: Namespace, of_world: None) -> None:
@@ -249,7 +249,7 @@ def test_ranks_have_longer_to_start_than_to_answer(
     monkeypatch.setattr("tree_attention.cli.generate.check_world", check_world)
     options = [] if given is None else ["--timeout", str(given)]
     assert main(generate(checkpoint, "--prompt", "a", *options)) == 2
-    assert waits == ([None, 30.0] if given is None else [given, given])
+    assert waits == [given, *([30.0] * 2 if given is None else [given] * 2)]
 
 
 @pytest.mark.parametrize("command", ["verify", "calibrate"])

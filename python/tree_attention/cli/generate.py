@@ -99,9 +99,9 @@ def start(
     keep_freed_memory()
     device = choose_device(parsed.device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    with joined_world(backend, timeout=parsed.timeout) as world:
-        if parsed.timeout is None:  # what ranks have to start is not what they have to answer
-            parsed.timeout = DEFAULT_TIMEOUT
+    # What ranks have to start is not what they have to answer.
+    to_start, parsed.timeout = parsed.timeout, parsed.timeout or DEFAULT_TIMEOUT
+    with joined_world(backend, to_start, parsed.timeout) as world:
         check_world(parsed, world)
         with taking_part(parsed, world, device) as part:
             return 0 if part is None else work(parsed, part, device)
@@ -226,7 +226,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="Number of neighbouring processes that split the heads, while the cache is split over "
         "the rest; it must divide the number of processes (default: 1).",
     )
-    add_timeout(parser)
+    add_timeout(parser, "to load or to answer")
 
 
 def check(arguments: argparse.Namespace) -> None:

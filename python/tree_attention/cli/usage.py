@@ -71,10 +71,14 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        known = [*self._option_string_actions]
-        typed = [word.partition("=")[0] for word in self._words if word.startswith("--")]
-        unknown = [word for word in typed if not any(x.startswith(word) for x in known)]
-        near = [x for word in unknown for x in get_close_matches(word, known, cutoff=0.7)]
+        known, near = [*self._option_string_actions], list[str]()
+        named = re.findall(r"--[\w-]+", message)
+        # An option that is unknown, or a missing one, in the place of which one like it was typed.
+        if message.startswith("unrecognized arguments"):
+            near = [x for word in named for x in get_close_matches(word, known, cutoff=0.7)]
+        elif message.startswith("the following arguments are required"):
+            typed = [word.partition("=")[0] for word in self._words if word not in known]
+            near = [x for word in typed for x in get_close_matches(word, named, cutoff=0.7)]
         way = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
         _, _, command = self.prog.rpartition(" ")
         sys.exit(end_with(command, f"{message}; {way}", 2))
@@ -95,12 +99,12 @@ def tokens_of(option: str, text: str) -> int:
     return int(tokens)
 
 
-def add_timeout(parser: argparse.ArgumentParser) -> None:
-    """Adds --timeout to a command whose exchanges have the library's own timeout by default."""
+def add_timeout(parser: argparse.ArgumentParser, what: str = "to answer an exchange") -> None:
+    """Adds --timeout to a command, whose ranks have the library's own timeout for `what`."""
     from .._numbers import DEFAULT_TIMEOUT
 
-    default = f"{RENDEZVOUS_SECONDS:g} to start, {DEFAULT_TIMEOUT:g} for the rest"
-    waits = f"Seconds to wait for another rank to start, to load or to answer (default: {default})."
+    default = f"{RENDEZVOUS_SECONDS:g} to start, {DEFAULT_TIMEOUT:g} {what}"
+    waits = f"Seconds to wait for another rank to start, or {what} (default: {default})."
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=waits)
 
 

@@ -73,7 +73,9 @@ def choose_device(name: str) -> torch.device:
 
 
 @contextmanager
-def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterator[World]:
+def joined_world(
+    backend: str = "gloo", timeout: float | None = None, group_timeout: float | None = None
+) -> Iterator[World]:
     """Joins the processes that torchrun describes in the environment to the default process group.
 
     Each rank also gets its share of the machine's CPUs as threads, because torchrun sets
@@ -81,7 +83,7 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     the one of our own launcher.
     Without torchrun, the world is this process alone. Inside of it, Ctrl-C on one rank ends the
     waits of all. `timeout` is the seconds in which all ranks must come, by default
-    `RENDEZVOUS_SECONDS`, and the group's own, by default torch's.
+    `RENDEZVOUS_SECONDS`; `group_timeout` is that of the group, by default torch's.
     """
     check_seconds("--timeout", timeout)
     if "RANK" not in os.environ:
@@ -106,14 +108,19 @@ def joined_world(backend: str = "gloo", timeout: float | None = None) -> Iterato
     if local_size == size and sys.platform == "linux":
         # On one machine, whose host name need not resolve to an address that can be reached.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    _join(rank, size, address, backend, timeout)
+    _join(rank, size, address, backend, timeout, group_timeout)
     with _interrupts_passed_on():
         yield World(rank, size, local_rank)
         dist.destroy_process_group()  # not after an error, when it could wait for a lost rank
 
 
 def _join(
-    rank: int, size: int, address: tuple[str, int], backend: str, timeout: float | None
+    rank: int,
+    size: int,
+    address: tuple[str, int],
+    backend: str,
+    timeout: float | None,
+    group_timeout: float | None,
 ) -> None:
     """Makes the default process group once all ranks have come, as torch's own `env://` does, whose
     error would not name the ranks that have not."""
@@ -146,7 +153,7 @@ def _join(
             store=dist.PrefixStore(meeting, store),
             rank=rank,
             world_size=size,
-            timeout=None if timeout is None else timedelta(seconds=timeout),
+            timeout=None if group_timeout is None else timedelta(seconds=group_timeout),
         )
 
     # In threads of their own: Ctrl-C ends the wait for them.
