@@ -32,10 +32,15 @@ runs_here() {
 
 # The linker lets what is not compiled be missing: kernels that this processor cannot run, without
 # AVX-512 a third of what g++ has to do, and decode kernels that the short cases do not use.
-cpu_sources=()
+missing_flags=(-no-pie -Wl,--unresolved-symbols=ignore-in-object-files)
+cpu_sources=() cpu_missing_flags=()
 for source in csrc/cpu/{vector/,bf16/,amx/,index/,}*.cpp \
   csrc/experts/{multiply,rows*,unpack}.cpp tests/cpp/*.cpp; do # what takes longest first
-  if runs_here "$source"; then cpu_sources+=("$source"); fi
+  if runs_here "$source"; then
+    cpu_sources+=("$source")
+  else
+    cpu_missing_flags=("${missing_flags[@]}")
+  fi
 done
 cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,ranges}/*.cu
   csrc/cuda/decode/workspaces.cpp
@@ -45,12 +50,11 @@ cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,
   tests/cuda_emulator/{fiber,hopper,machine,main,products,ptx_host,test_*}.cpp)
 decode_cases=(decode_{short,short_kinds,int8_short,float8_short,latents_short,float16_latents_short}
   decode_clusters_short)
-missing_flags=(-no-pie -Wl,--unresolved-symbols=ignore-in-object-files)
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$("$python" -c \
   'from torch.utils.cpp_extension import include_paths; print(include_paths()[0])')
 cpu_flags=(-Itests/cpp/shim -isystem "$torch_include" -include tests/amx_emulator/amx.h
-  "${missing_flags[@]}")
+  "${cpu_missing_flags[@]}")
 # The first warning is often wrong under sanitizers.
 cuda_flags=(-Itests/cuda_emulator -Wno-maybe-uninitialized -Wno-unknown-pragmas "${missing_flags[@]}")
 

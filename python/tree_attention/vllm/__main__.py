@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from .. import _loader
 from .._network import device_of
 from .._numbers import DEFAULT_TIMEOUT
-from .._paths import did_you_mean, is_of_hub
+from .._paths import did_you_mean
 from . import checks, hosts
 from .watch import LOST_STATUS, Watch
 
@@ -144,7 +144,8 @@ def check_early(arguments: list[str]) -> None:
     if not arguments:
         raise ValueError("MODEL is missing: serve MODEL [options of vllm serve]")
     model = arguments[0]
-    if not (model.startswith("-") or is_of_hub(model) or Path(model).exists()):
+    # Other names may be on the Hub, or in one of the stores and files that vLLM reads.
+    if model.startswith((".", "/", "~")) and not Path(model).exists():
         raise ValueError(
             f"MODEL must be a directory, or the name of a model on the Hugging Face Hub, got "
             f"{model!r}{did_you_mean(model)}"
