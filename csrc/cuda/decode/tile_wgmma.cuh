@@ -12,13 +12,13 @@
 
 namespace tree_attention::cuda {
 
-// d [64, n] = a [64, 16] b [16, n], added to d where `accumulate`.
+// d [64, n] += a [64, 16] b [16, n].
 template <typename Element, bool kTransposedA, int kCount>
-__device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b) {
   if constexpr (std::is_same_v<Element, BFloat16>) {
-    wgmma_m64k16_bf16<kTransposedA>(d, a, b, accumulate);
+    wgmma_m64k16_bf16<kTransposedA>(d, a, b, true);
   } else {
-    wgmma_m64k16_f16<kTransposedA>(d, a, b, accumulate);
+    wgmma_m64k16_f16<kTransposedA>(d, a, b, true);
   }
 }
 
@@ -46,14 +46,16 @@ class TileWgmma {
   // s [64 keys, rows] = k q^T, with the shared addresses of the tile's keys and of the queries.
   __device__ void score_tile(Scores& s, uint32_t keys, uint32_t queries) const {
     const uint64_t k = matrix_descriptor(keys), q = matrix_descriptor(queries);
+#pragma unroll
+    for (float& score : s) score = 0.0f;
+    wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
     for (int box = 0; box < Config::kKeyBoxes; ++box) {
 #pragma unroll
       for (int column = 0; column < Config::kBoxColumns; column += 16) {
         wgmma<Element, false>(s, moved(k, box * Config::kBoxBytes + 2 * column),
-                              moved(q, box * Config::kQueryBoxBytes + 2 * column),
-                              box > 0 || column > 0);
+                              moved(q, box * Config::kQueryBoxBytes + 2 * column));
       }
     }
     wgmma_commit_group();
@@ -66,15 +68,13 @@ class TileWgmma {
   // [rows, 64 keys].
   __device__ void value_tile(uint32_t values, uint32_t weights) {
     const uint64_t v = matrix_descriptor(values), p = matrix_descriptor(weights);
-#pragma unroll
-    for (auto& box : o_) wgmma_pin(box);
     wgmma_fence();
 #pragma unroll
     for (int key = 0; key < Config::kTileKeys; key += 16) {
 #pragma unroll
       for (int box = 0; box < Config::kValueBoxes; ++box) {
         wgmma<Element, true>(o_[box], moved(v, box * Config::kBoxBytes + key * kBoxRowBytes),
-                             moved(p, 2 * key), true);
+                             moved(p, 2 * key));
       }
     }
     wgmma_commit_group();
