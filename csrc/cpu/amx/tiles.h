@@ -122,18 +122,13 @@ constexpr int kBlockRows = 2 * kTileRows;                 // rows that attend to
 constexpr int kScoreWords = 2 * kPackedKeys * kTileRows;  // of a block of rows
 constexpr int kFewestManyRows = 64;  // with fewer, packing keys costs more than it saves
 
-struct TileRowsMemory {
+// acc and total are [row tiles, head_dim_v / 16, 16 dims, 16 rows].
+struct TileRowsMemory : RowArrays {
   uint32_t* q;  // [row tiles, head_dim / 32, 16 pairs of dims, 16 rows]
   BFloat16* k;  // [kPlaces, kPackedKeys, head_dim]: those that are not used where they lie
   uint32_t* v;  // [kPlaces, head_dim_v / 32, steps, 2 tiles of 16 dims, 16 pairs of keys]
   float *k_scale, *v_scale;  // [kPlaces, kPackedKeys], of keys of 8 bits
   float* scores;             // [3, 2 row tiles, kPackedKeys, 16 rows]: of three blocks of rows
-  float* acc;    // [row tiles, head_dim_v / 16, 16 dims, 16 rows], of the keys since the last flush
-  float* total;  // likewise, of the keys before it
-  double* sum;   // [rows], of all weights
-  float* base;   // [rows], an integer: weights are 2^(score - base)
-  float* total_base;     // [rows], base at the last flush
-  int32_t *begin, *end;  // [rows], the keys that a row sees, counted from the first one of the call
   size_t num_bytes;
 
   static bool supports(const DecodeParams& p) {
@@ -156,13 +151,7 @@ struct TileRowsMemory {
     arrays.take(k_scale, kPlaces * kPackedKeys);
     arrays.take(v_scale, kPlaces * kPackedKeys);
     arrays.take(scores, 3 * kScoreWords);
-    arrays.take(acc, num_rows * p.head_dim_v);
-    arrays.take(total, num_rows * p.head_dim_v);
-    arrays.take(sum, num_rows);
-    arrays.take(base, num_rows);
-    arrays.take(total_base, num_rows);
-    arrays.take(begin, num_rows);
-    arrays.take(end, num_rows);
+    take(arrays, num_rows, p.head_dim_v);
     num_bytes = arrays.bytes();
   }
 };

@@ -4,10 +4,8 @@
 // nothing is shuffled between them:
 //   S^T [keys, rows] = K Q^T,   P^T = 2^(S^T - base),   O^T [dims, rows] += V^T P^T.
 // Keys are taken kPackedKeys at a time, and the rows of the output attend to them in blocks. AMX
-// and products of pairs differ in the two products and in their memory; both keep of each row, in
-// arrays of their memory `m`: `sum` of all weights, `base` (an integer: weights are 2^(score -
-// base)), `total_base` (base at the last flush), and `begin` and `end` of the keys that it sees,
-// counted from the first one of the call.
+// and products of pairs differ in the two products and in their memory `m`, which has RowArrays:
+// `base` is an integer, and `begin` and `end` are counted from the first key of the call.
 #pragma once
 
 #include <immintrin.h>

@@ -31,17 +31,14 @@ constexpr int kFewestManyRows = 12;  // with fewer, empty lanes cost more than t
 // Words between the packed pairs of keys, whose lines would share a few sets of the cache.
 constexpr int kPaddingWords = 16;
 
-// Memory of one call. The rows of a block are `width` lanes wide: kBlockRows, or less in the last.
-struct PairRowsMemory {
+// Memory of one call. The rows of a block are `width` lanes wide: kBlockRows, or less in the last;
+// acc and total are [blocks, head_dim_v, width].
+struct PairRowsMemory : RowArrays {
   uint32_t* q;               // [blocks, head_dim / 2, width]: pairs of dims
   BFloat16* k;               // [kPackedKeys, head_dim], of keys of 8 bits
   uint32_t* v;               // [kPackedKeys / 2, head_dim_v + kPaddingWords]: pairs of keys
   float *k_scale, *v_scale;  // [kPackedKeys], of keys of 8 bits
   float* scores;             // [kPackedKeys, width], of one block
-  float *acc, *total;        // [blocks, head_dim_v, width]: since the last flush, and before it
-  double* sum;               // [rows], like the others: see column_softmax.h
-  float *base, *total_base;
-  int32_t *begin, *end;
   size_t num_bytes;
 
   static bool supports(const DecodeParams& p) {
@@ -62,13 +59,7 @@ struct PairRowsMemory {
     arrays.take(k_scale, kPackedKeys);
     arrays.take(v_scale, kPackedKeys);
     arrays.take(scores, kPackedKeys * kBlockRows);
-    arrays.take(acc, num_rows * p.head_dim_v);
-    arrays.take(total, num_rows * p.head_dim_v);
-    arrays.take(sum, num_rows);
-    arrays.take(base, num_rows);
-    arrays.take(total_base, num_rows);
-    arrays.take(begin, num_rows);
-    arrays.take(end, num_rows);
+    take(arrays, num_rows, p.head_dim_v);
     num_bytes = arrays.bytes();
   }
 };

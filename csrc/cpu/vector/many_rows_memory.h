@@ -15,8 +15,9 @@
 namespace tree_attention::cpu {
 namespace {
 
-// Memory of one call. The rows of a block are `width` lanes wide: kBlockRows, or less in the last.
-struct LaneRowsMemory {
+// Memory of one call. The rows of a block are `width` lanes wide: kBlockRows, or less in the last;
+// acc and total are [blocks, padded(head_dim_v), width].
+struct LaneRowsMemory : RowArrays {
   static constexpr int kBlockVectors = kLanes == 8 ? 2 : 4;  // AVX2 has 16 registers, others 32
   static constexpr int kBlockRows = kBlockVectors * kLanes;
   static constexpr int kBlockSteps = 2, kBlockKeys = kBlockSteps * kStepKeys;
@@ -29,10 +30,6 @@ struct LaneRowsMemory {
   float* v;                  // [kBlockKeys, padded(head_dim_v) + kPadding]
   float *k_scale, *v_scale;  // [kBlockKeys], of keys of 8 bits
   float* scores;             // [kBlockKeys, width], of one block
-  float *acc, *total;        // [blocks, padded(head_dim_v), width]: since the last flush, before it
-  double* sum;               // [rows], like the others: of all weights
-  float *base, *total_base;  // weights are 2^(score - base); base at the last flush
-  int32_t *begin, *end;      // see key_blocks.h
   size_t num_bytes;
 
   // ALiBi's distances are of each row and key, and left to few rows at a time.
@@ -57,13 +54,7 @@ struct LaneRowsMemory {
     arrays.take(k_scale, kBlockKeys);
     arrays.take(v_scale, kBlockKeys);
     arrays.take(scores, kBlockKeys * kBlockRows);
-    arrays.take(acc, num_rows * padded(p.head_dim_v));
-    arrays.take(total, num_rows * padded(p.head_dim_v));
-    arrays.take(sum, num_rows);
-    arrays.take(base, num_rows);
-    arrays.take(total_base, num_rows);
-    arrays.take(begin, num_rows);
-    arrays.take(end, num_rows);
+    take(arrays, num_rows, padded(p.head_dim_v));
     num_bytes = arrays.bytes();
   }
 };
