@@ -25,18 +25,12 @@ __device__ void request_tiles(const WgmmaParams& params, const OutputCursor<Conf
     // Without this: a stage is filled that warps still read.
     ring.wait_until_empty();
     const OutputRows rows = next.output().rows();
-    const auto request = [&](const CUtensorMap& map, int offset, int num_boxes) {
-      for (int box = 0; box < num_boxes; ++box) {
-        cp_async_bulk_tensor_4d(ring.address() + offset + box * Config::kBoxBytes, &map,
-                                box * Config::kBoxColumns, next.first_key(), rows.head_kv,
-                                rows.batch, ring.full());
-      }
-    };
     // Without this: the phase ends before the tile is there.
     mbarrier_arrive_expect_tx(ring.full(), Config::kStageBytes);
-    request(params.keys, 0, Config::kKeyBoxes);
-    if constexpr (!Config::kValuesInKeys) {
-      request(params.values, Config::kValues, Config::kValueBoxes);
+    for (int box = 0; box < Config::kKeyBoxes; ++box) {
+      cp_async_bulk_tensor_4d(ring.address() + box * Config::kBoxBytes, &params.keys,
+                              box * Config::kBoxColumns, next.first_key(), rows.head_kv, rows.batch,
+                              ring.full());
     }
     ring.advance();
   }
@@ -116,11 +110,11 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
     }
     softmax.raise(s, tile);
     if (keys.has_gaps || tile_key + Config::kTileKeys > keys.end) {
-      hide_values<Config>(params, rows, keys, tile_key, shared + ring.offset() + Config::kValues);
+      hide_values<Config>(params, rows, keys, tile_key, shared + ring.offset());
       __syncwarp();
     }
     softmax.weigh(s, weights);
-    tile.value_tile(ring.address() + Config::kValues, shared_address(weights));
+    tile.value_tile(ring.address(), shared_address(weights));
     if (i + output.tile_step() < end) {
       ring.release();
       ring.advance();

@@ -25,8 +25,8 @@ struct WgmmaConfig {
   using Cached = Element;
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_;
   // As in TileConfig.
-  static constexpr bool kValuesInKeys = kHeadDim > 256;
-  static constexpr int kValueColumns = kValuesInKeys ? 512 : kHeadDim;
+  static constexpr bool kValuesInKeys = true;
+  static constexpr int kValueColumns = 512;
 
   static constexpr int kConsumerWarps = 4, kConsumers = 32 * kConsumerWarps;  // the first threads
   static constexpr int kThreads = kConsumers + 32;
@@ -38,9 +38,7 @@ struct WgmmaConfig {
   static constexpr int kQueryBoxBytes = kRows * kBoxRowBytes;
   static constexpr int kKeyBoxes = kHeadDim / kBoxColumns;
   static constexpr int kValueBoxes = kValueColumns / kBoxColumns;
-  // A stage of the ring: K, then V, which may be the first columns of K.
-  static constexpr int kValues = kValuesInKeys ? 0 : kKeyBoxes * kBoxBytes;
-  static constexpr int kStageBytes = kKeyBoxes * kBoxBytes + kValues;
+  static constexpr int kStageBytes = kKeyBoxes * kBoxBytes;  // of the ring
   static constexpr int kMaxStages = 6;
 
   // Offsets in dynamic shared memory, the ring last: its length is the plan's. Weights, [kRows] of

@@ -13,7 +13,7 @@ namespace tree_attention::cuda {
 // The only argument of the kernel.
 struct WgmmaParams {
   LaunchParams launch;
-  CUtensorMap keys, values;  // values: not set where they are in the keys
+  CUtensorMap keys;  // and values, which are their first columns
 };
 
 cudaError_t launch_lean_decode_wgmma(const DecodeParams& params, const Plan& plan,
