@@ -290,7 +290,7 @@ class BlockCyclic(ShardLayout):
         blocks = self._slots(slots) // self.block
         if self.shares is None:
             return blocks % self.world_size
-        # Of ranks that begin at one place all but the last have a share of 0.
+        # If several ranks begin at one place, all but the last of these have a share of 0.
         bounds = tuple(accumulate(self.shares, initial=0))
         return _last_bound(blocks % bounds[-1], bounds)
 

@@ -24,7 +24,8 @@ _READ_SECONDS, _MULTIPLY_SECONDS, _LAYER_SECONDS = 0.2, 0.1, 0.1
 _READ_BYTES = 256 << 20  # more than caches keep
 _HEADS_Q, _HEADS_KV, _HEAD_DIM = 32, 8, 128
 _ROWS, _COLUMNS = 64, 2048
-# Of a slice so narrow that a layer of them is mostly small operations, and of a wide one.
+# Widths of a slice so narrow that its layer is mostly small operations, and of a wide slice; keys
+# in the cache of a layer that is timed; and how often it is timed at least.
 _NARROW, _WIDE, _FEW_KEYS, _LEAST_LAYERS = 128, 8192, 256, 5
 # Bytes that each rank sends in an exchange that is timed: of a token, and many more.
 _SMALL, _LARGE, _TIMES = 16 << 10, 1 << 20, 5

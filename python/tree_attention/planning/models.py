@@ -152,7 +152,7 @@ class Model:
     not_split: str = ""  # why the weights cannot be split, in a sentence
     not_cut: str = ""  # the modules that every rank then has whole, where these are much
     prompts_not_split: str = ""  # why the tokens of a prompt cannot be split over ranks
-    # Of how many of the newest tokens, on all ranks together, the keys are on GPUs; None: of all.
+    # The number of newest tokens, over all ranks, whose keys are on GPUs; None if all keys are.
     near_tokens: int | None = None
 
     def with_far_keys(self, near_tokens: int) -> Model:
