@@ -111,10 +111,11 @@ def test_a_wrong_row_fails() -> None:
 
 
 SLOW_ROOT = f"""
-import functools, sys, time
+import sys, time
 sys.path.insert(0, {str(PROGRAM.parent)!r})
 import long_context
-long_context.hf.parallelize = functools.partial(long_context.hf.parallelize, timeout=4)
+from tree_attention.weights.mesh import Mesh
+Mesh.__init__.__defaults__ = 4.0, *Mesh.__init__.__defaults__[1:]  # timeout
 find_truth = long_context.Demo.find_truth
 long_context.Demo.find_truth = lambda demo: (find_truth(demo), demo.world.root and time.sleep(6))
 sys.exit(long_context.main())
@@ -123,7 +124,7 @@ sys.exit(long_context.main())
 
 def test_the_others_wait_for_what_the_first_computes_alone() -> None:
     """However long it takes on a busy machine: an exchange would end them."""
-    with started((*SHORT, "--context", "4096"), program=SLOW_ROOT) as ranks:
+    with started(SHORT, program=SLOW_ROOT) as ranks:
         ended = [ranks.wait_for_end(rank) for rank in range(2)]
     assert [rank.status for rank in ended] == [0, 0], ended
 
