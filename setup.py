@@ -215,7 +215,7 @@ def objects_shown() -> Iterator[None]:
 
 
 def cuda_architectures() -> str:
-    """Those of the GPUs that are visible, or of all that the kernels are for."""
+    """The compute capabilities of the visible GPUs, else of all GPUs that the kernels are for."""
     count = torch.cuda.device_count()
     found = {"{}.{}".format(*torch.cuda.get_device_capability(i)) for i in range(count)}
     return ";".join(sorted(found)) or DEFAULT_CUDA_ARCHITECTURES

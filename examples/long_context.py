@@ -172,7 +172,7 @@ class Demo:
             self.model = make_model(layers)
             self.split = hf.parallelize(copy.deepcopy(self.model))
             self.context = random_context(context)
-            alone = dist.new_group([0])  # of which every rank must know
+            alone = dist.new_group([0])  # every rank must make it, though only one is in it
             if world.root:
                 self.alone = Communicator(alone)
             self.find_truth()

@@ -24,8 +24,8 @@ Steps = tuple[tuple[Stage, ...], ...]
 
 
 def pytest(name: str, seconds: int, *arguments: str, workers: int = 1, needs=Stage.needs) -> Stage:
-    """In workers, of which one that hangs or has lost the device is replaced. A signal would not
-    interrupt a wait for the device."""
+    """A stage of tests, in workers: pytest-xdist replaces one that hangs or has lost the device. A
+    signal would not interrupt a wait for the device."""
     options = ("-v", "-p", "no:cacheprovider", "--timeout", "60", "--timeout-method", "thread")
     report = f"--junitxml={{results}}/{name}.xml"
     command = ("{python}", "-m", "pytest", *options, f"-n{workers}", report, *arguments)
@@ -75,7 +75,7 @@ ncu --clock-control none --profile-from-start off --set full -f -o "$1/profile" 
   "$0" -m benchmarks.cuda.profile &&
 "$0" -m benchmarks.cuda.profile --read "$1/profile.ncu-rep" --out "$1"
 """
-# Those that came with EXTENSION, or of these sources.
+# Builds the ablations, unless built ones came with EXTENSION.
 BUILD_ABLATIONS = """
 if [[ -n ${EXTENSION:-} ]] && ls build/ablations/*/tree_attention_ablations.so; then exit; fi
 "$0" -m benchmarks.cuda.ablations

@@ -14,7 +14,7 @@ UNKNOWN = r"unrecognized arguments: --unheard-of(; see .* --help)?"
 
 
 def program_and_arguments(command: str) -> tuple[str, list[str]]:
-    """Return the module that a command runs, which may stand behind a launcher."""
+    """Return the module that a command runs, which may follow a launcher."""
     command = re.sub(r"^python -m lab\.emulation .*? -- ", "", command)
     launcher, *words = shlex.split(command)
     if launcher == "torchrun":

@@ -118,7 +118,7 @@ def plan(
     dtype: torch.dtype, head_dim: int, num_rows: int, limits: Limits,
     kv_dtype: torch.dtype | None = None,
 ) -> Plan:  # fmt: skip
-    """`kv_dtype` is that of keys and values where they have 8 bits."""
+    """The plan of a launch. `kv_dtype` is the dtype of keys and values if they have 8 bits."""
     load()
     shape = dtype, kv_dtype or dtype, head_dim, num_rows
     return Plan(*torch.ops.tree_attention_emulator.plan(*shape, *astuple(limits)))

@@ -26,7 +26,7 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
 # Indices, unlike every other argument, may be on the host.
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}
-# Also has words in page-locked memory of the host.
+# Takes tensors of the host as well: words in page-locked memory.
 ONE_SHOT = "tree_attention::one_shot"
 new_tensor = torch.tensor
 
@@ -37,7 +37,7 @@ copied: list[tuple[str, int]] | None = None  # "to host" or "to device" and byte
 
 
 class Event:
-    """After all that was called before it."""
+    """An event after all calls before it."""
 
     def __init__(self) -> None:
         self.before = list(on_their_way)
@@ -69,7 +69,7 @@ def counted_copies() -> Iterator[list[tuple[str, int]]]:
 
 
 def call(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation on host tensors, which a graph that is captured notes."""
+    """Call an operation on host tensors. Tests of graphs replace this to note the calls."""
     return function(*args, **kwargs)
 
 
@@ -97,13 +97,13 @@ class DeviceTensor(Tensor):
         return run(function, args, kwargs or {})
 
     def __getitem__(self, index: Any) -> Any:
-        """Lists, which torch would make tensors of on the device, become some of the host."""
+        """Make index lists tensors of the host: torch would make them tensors of the device."""
         parts = index if isinstance(index, tuple) else (index,)
         return super().__getitem__(
             tuple(new_tensor(x) if isinstance(x, list) else x for x in parts)
         )
 
-    # What torch does without an operation.
+    # Methods that torch does not pass to __torch_dispatch__.
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
@@ -117,7 +117,7 @@ class DeviceTensor(Tensor):
 
 
 class Factories(TorchDispatchMode):
-    """Operations that are asked for tensors of the device and given none."""
+    """Takes operations that get no tensor and make one on the device, such as torch.zeros."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -165,7 +165,7 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if is_late:
         return copy_later(function, host_args, host_kwargs)
     if function is aten._to_copy.default and device is not None:
-        # With a device nothing would be copied.
+        # `to` with the device would copy nothing: both are the host.
         dtype = {name: x for name, x in host_kwargs.items() if name == "dtype"}
         result = host_args[0].clone().to(**dtype)
     else:
@@ -176,7 +176,7 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def comes_to_host(function: Any, args: Any, device: Any) -> bool:
-    """True where a value of the device does, for which the host waits."""
+    """Whether a value comes from the device to the host, which waits for it."""
     if function is aten.copy_.default:
         return not isinstance(args[0], DeviceTensor) and isinstance(args[1], DeviceTensor)
     comes = function in (aten._local_scalar_dense.default, aten.nonzero.default)
@@ -205,7 +205,7 @@ def copy_later(function: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def crossing(function: Any, args: Any, device: Any) -> tuple[str, Tensor] | None:
-    """Of a copy between host and device: "to host" or "to device", and what is copied."""
+    """Return the direction ("to host" or "to device") and the tensor of a copy between both."""
     if function is aten.copy_.default:
         value, from_, to = args[1], *(isinstance(x, DeviceTensor) for x in (args[1], args[0]))
     elif function is aten._to_copy.default and device is not None:
@@ -240,7 +240,7 @@ def is_cuda(device: Any) -> bool:
 
 
 class Generator(torch.Generator):
-    """Of any device, with the numbers of the host."""
+    """A generator of any device that draws the numbers of the host's."""
 
     def __new__(cls, device: Any = None) -> Generator:
         return super().__new__(cls)
@@ -255,9 +255,10 @@ def tensor(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
 
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    torch._C._ensureCUDADeviceGuardSet()  # of no device
-    # Which `with torch.device(...)` keeps from its first use on: without torch.tensor itself,
-    # transformers would not see that a model is made on the meta device.
+    torch._C._ensureCUDADeviceGuardSet()  # with a guard that does nothing
+    # `with torch.device(...)` keeps the constructors that it finds at its first use. It must
+    # find the real torch.tensor: else transformers would not see that a model is made on the meta
+    # device.
     _device_constructors()
     overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)

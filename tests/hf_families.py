@@ -72,7 +72,7 @@ _YARN = {
 
 @dataclass(frozen=True)
 class Family:
-    """A configuration class of transformers, and what it is given beside the sizes of all."""
+    """A configuration class of transformers, and its options in addition to the sizes of all."""
 
     config: str
     options: dict[str, Any]

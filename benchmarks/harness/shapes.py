@@ -23,7 +23,7 @@ class Named(Protocol):
 
 
 def log_uniform_lengths(batch: int, low: int, high: int) -> tuple[int, ...]:
-    """Lengths whose logarithms are uniform: a few long sequences beside many short ones."""
+    """Lengths whose logarithms are uniform: a few long sequences and many short ones."""
     generator = torch.Generator().manual_seed(0)
     exponents = torch.rand(batch, generator=generator, dtype=torch.float64)
     return tuple(int(low * (high / low) ** e) for e in exponents.tolist())

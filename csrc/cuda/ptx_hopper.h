@@ -27,7 +27,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) 
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// 9.7.13.15.10: the memory may be used for something else.
+// 9.7.13.15.10 (mbarrier.inval): the memory may be used for something else.
 __device__ __forceinline__ void mbarrier_inval(uint32_t barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The same; before that, the phase is made to wait for `bytes` more of copies.
+// mbarrier_arrive, before which the phase is made to wait for `bytes` more bytes of copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -71,14 +71,14 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// 9.7.9.15 (prefetch): of a tensor map that will be used.
+// 9.7.9.15 (prefetch): fetches a tensor map that will be used.
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// 9.7.9.25.5.2 (cp.async.bulk.tensor): the box of a tensor that begins at these coordinates, the
-// innermost first. What lies outside of the tensor becomes zero, and counts as bytes, too. The
-// destination is a multiple of 128 bytes, and with a swizzle of 128 bytes of 1,024.
+// 9.7.9.25.5.2 (cp.async.bulk.tensor): copies the box of a tensor that begins at these coordinates,
+// the innermost first, and tells `barrier`. Elements outside of the tensor become zero, and their
+// bytes count, too. The destination is a multiple of 128 bytes, or of 1,024 with a swizzle of 128.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t destination,
                                                         const CUtensorMap* map, int32_t x,
                                                         int32_t y, int32_t z, uint32_t barrier) {
@@ -100,7 +100,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(uint32_t destination,
       : "memory");
 }
 
-// 9.7.9.25.4.1 (cp.async.bulk): `bytes` in a row. They and both addresses are multiples of 16.
+// 9.7.9.25.4.1 (cp.async.bulk): copies `bytes` that lie in a row, and tells `barrier`. The number
+// and both addresses are multiples of 16.
 __device__ __forceinline__ void cp_async_bulk(uint32_t destination, const void* source,
                                               uint32_t bytes, uint32_t barrier) {
   asm volatile(
@@ -116,13 +117,14 @@ __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// 9.7.15.7.2: makes one group of this warp's products since the last call.
+// 9.7.15.7.2 (wgmma.commit_group): makes one group of this warp's products since the last call.
 __device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// 9.7.15.7.3: waits until at most kPending of this warp's latest groups are incomplete. Before that
-// nothing may touch the accumulators, the registers of a, or what a and b have in shared memory.
+// 9.7.15.7.3 (wgmma.wait_group): waits until at most kPending of this warp's latest groups are
+// incomplete. Before that nothing may touch the accumulators, the registers of a, or what a and b
+// have in shared memory.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -190,7 +192,7 @@ __device__ __forceinline__ void wgmma_m64k16_f16(float (&d)[kCount], uint64_t a,
 #undef TREE_ATTENTION_WGMMA
 #undef TREE_ATTENTION_WGMMA_OF
 
-// The same with a in registers, in each warp as mma_m16n8k16 has it (ptx.h).
+// The product with a in registers, where each warp holds its 16 rows as mma_m16n8k16 does (ptx.h).
 #define TREE_ATTENTION_WGMMA(type, n, count, o0, o1, o2, o3, o4, o5)                         \
   asm volatile("{\n\t.reg .pred %%accumulates;\n\tsetp.ne.b32 %%accumulates, %" #o5          \
                ", 0;\n"                                                                      \

@@ -122,7 +122,7 @@ class Blocks:
     """The blocks at which a cache has its attention cut."""
 
     size: int  # global slots; 0 where it is not cut
-    option: ClassVar[str] = "deterministic"  # by which callers ask for them
+    option: ClassVar[str] = "deterministic"  # the argument by which callers ask for blocks
 
     def __str__(self) -> str:
         return f"{self.option}={self.size}"

@@ -422,6 +422,6 @@ def test_probing_a_file_leaves_what_is_there(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     old.write_text("kept")
     for path in (link, pipe, old):
-        check_can_be_written("--json", path)  # of which that of a pipe would wait for a reader
+        check_can_be_written("--json", path)  # opening the pipe would wait for a reader
     assert link.is_symlink() and not link.exists()
     assert old.read_text() == "kept"

@@ -84,7 +84,7 @@ def test_a_rank_lost_while_it_loads(checkpoint: Path) -> None:
 
 @pytest.mark.deep
 def test_a_rank_lost_in_generation(checkpoint: Path) -> None:
-    """It takes the store with it, of which torch's log would say more than the sentence does."""
+    """Rank 0 takes the store with it, of which torch's log would say more than our sentence."""
     arguments = generate(checkpoint, *ENDLESS, "--timeout", "20")
     with started(arguments, rank_0_serves=True, own_interpreter=True) as ranks:
         in_generation(ranks)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Weights and activations lie in memory of just their size, so that sanitizers see what is read
-// beside them.
+// Weights and activations lie in memory of just their size, so that sanitizers see a read
+// outside of them.
 #include <ATen/Parallel.h>
 #include <c10/util/BFloat16.h>
 

@@ -341,7 +341,7 @@ def statements(body: str, first_line: int) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Translation:
-    """Of one module: `name` is that of the PTX in errors."""
+    """The translation of one module. Errors call the PTX by `name`."""
 
     ptx: str  # without comments
     name: str

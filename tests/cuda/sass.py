@@ -93,8 +93,8 @@ def name_of(mangled: str) -> str:
 
 @functools.cache
 def cubins() -> dict[str, dict[str, bytes]]:
-    """Those of the extension by the target they are for (sm_90), then by the name of the source of
-    their decode kernels, else of their first kernel: a compressed one has no name of its own."""
+    """The extension's cubins by target (sm_90), then by the source of their decode kernels, or by
+    their first kernel: a compressed cubin has no name of its own."""
     found: dict[str, dict[str, bytes]] = {}
     with tempfile.TemporaryDirectory() as folder:
         extract = [find_tool("cuobjdump"), "-xelf", "all", extension_with_cuda()]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What a block has of compute capability 9.0: barriers in its shared memory, copies that arrive at
-// some later time, and the memory as the asynchronous proxy sees it, in which products read.
+// The state of a block that only compute capability 9.0 has: barriers in shared memory, copies that
+// arrive at some later time, and a second image of shared memory, from which products read.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +21,14 @@ struct Barrier {
   explicit Barrier(uint32_t count, const Thread* initialiser)
       : count(count), pending(count), initialiser(initialiser) {}
 
-  uint32_t count;    // arrivals of a phase
-  uint32_t pending;  // of them
+  uint32_t count;    // arrivals that end a phase
+  uint32_t pending;  // arrivals that the current phase still waits for
   int64_t bytes = 0;
   int64_t phase = 0;
   const Thread* initialiser;
-  bool fenced = false;           // by that thread: copies may use it
-  std::vector<Thread*> waiting;  // for the end of the phase
-  char order[2];                 // what happens before the end of a phase, by its parity
+  bool fenced = false;  // the initialiser has called fence_mbarrier_init, so that copies may use it
+  std::vector<Thread*> waiting;  // threads that wait for the end of the phase
+  char order[2];  // objects that order what happens before the end of a phase, by its parity
 
   void* object(int64_t of_phase) { return &order[of_phase & 1]; }
 };
@@ -52,7 +52,7 @@ struct BulkCopy {
   uint32_t num_bytes() const { return static_cast<uint32_t>(rows.size()) * row_bytes; }
   void read();
 };
-// The end of a copy.
+// Writes what a copy has read into shared memory, and tells its barrier.
 void arrive_in_shared_memory(BulkCopy& copy);
 
 // Shared memory as copies and products see it: what threads wrote is in it after a fence of theirs.

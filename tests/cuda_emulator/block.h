@@ -24,7 +24,7 @@ namespace tree_attention::emulator {
 
 inline constexpr uint32_t kAllLanes = 0xffffffff;
 inline constexpr size_t kSharedAlignment = 1024;
-inline constexpr size_t kRedzone = 4096;        // behind shared memory
+inline constexpr size_t kRedzone = 4096;        // bytes after shared memory
 inline constexpr unsigned char kPoison = 0xff;  // NaN in every format
 
 struct Warp;
@@ -39,8 +39,8 @@ struct Thread {
   AsyncCopies copies;
   const char* waits_for = nullptr;  // null: it does not wait
   std::source_location where;
-  bool at_barrier = false;             // in memory, which others than its warp may end
-  std::map<uint32_t, int64_t> phases;  // the last that this thread has seen the end of
+  bool at_barrier = false;             // an mbarrier, whose phase threads of other warps may end
+  std::map<uint32_t, int64_t> phases;  // by barrier: the last one that this thread has seen end
   bool ended = false;
   Fiber fiber;
 };
@@ -51,7 +51,7 @@ struct Block;
 // meeting before, hence two objects in turn.
 struct Meeting {
   const char* name = nullptr;
-  std::source_location where;  // of the first to arrive
+  std::source_location where;  // source line of the first thread to arrive
   unsigned arrived = 0;
   unsigned generation = 0;
   char order[2];
@@ -63,7 +63,7 @@ struct Meeting {
 struct NamedBarrier {
   struct Arrival {
     Thread* thread;
-    bool* any;  // what it is told
+    bool* any;  // where a waiting thread finds the result
   };
   std::vector<Arrival> arrived;
   uint32_t count = 0;
@@ -94,12 +94,12 @@ struct Cluster {
 // A launch.
 struct Grid {
   unsigned num_blocks, num_threads;
-  unsigned cluster_size;  // blocks of a cluster, which divide those of the grid
+  unsigned cluster_size;  // blocks per cluster; divides the number of blocks
   size_t shared_bytes;
   std::function<void()> kernel;
   Grid* before = nullptr;       // on the same stream, which must have ended
-  std::vector<unsigned> order;  // of clusters
-  size_t begun = 0, ended = 0;  // of them
+  std::vector<unsigned> order;  // in which clusters begin
+  size_t begun = 0, ended = 0;  // blocks that have begun, and that have ended
   char end;                     // what threads release at their end
 
   bool has_ended() const {

@@ -16,17 +16,17 @@
 namespace tree_attention::emulator {
 namespace {
 
-constexpr uint64_t kBarrierWord = 0xffff'ba11'ffff'ba11;  // what it is on a device is nobody's
-constexpr int64_t kMostBytes = (1 << 20) - 1;             // of a phase (9.7.13.15.2)
+constexpr uint64_t kBarrierWord = 0xffff'ba11'ffff'ba11;  // the word of a device is not documented
+constexpr int64_t kMostBytes = (1 << 20) - 1;             // that a phase may wait for (9.7.13.15.2)
 constexpr uint32_t kMostArrivals = (1 << 20) - 1;
 constexpr uint32_t kSwizzleRow = 128, kSwizzleRepeat = 1024;
 
-// What cuTensorMapEncodeTiled makes.
+// A tensor map as this emulator's cuTensorMapEncodeTiled makes it.
 struct TensorMap {
   uint64_t mark;
   const char* address;
   uint64_t sizes[5];
-  uint64_t strides[5];  // of elements, in bytes; the first is an element
+  uint64_t strides[5];  // in bytes; the first is the size of an element
   uint16_t box[5];
   uint8_t rank;
   bool swizzled;
@@ -36,7 +36,7 @@ constexpr uint64_t kMark = 0x70616d726f736e74;
 
 Block& own_block() { return *Run::current->warp->block; }
 
-// Where this block has `size` bytes at a shared address.
+// Offset in this block's shared memory of `size` bytes at a shared address.
 uint32_t own_offset(uint32_t address, int size, const std::source_location& where) {
   const int64_t offset = shared_bytes(address, size, where) - own_block().shared.get();
   if (offset < 0 || offset >= static_cast<int64_t>(own_block().shared_bytes)) {
@@ -50,7 +50,8 @@ void require_multiple(uint64_t value, uint32_t of, const char* what,
   if (value % of != 0) fail(std::string(what) + " is no multiple of " + std::to_string(of), where);
 }
 
-// With its offset. The word is as this emulator leaves it.
+// The barrier at a shared address, after its offset. Its word in memory must be kBarrierWord, which
+// mbarrier_init leaves there.
 std::pair<uint32_t, Barrier*> find_barrier(uint32_t address, const std::source_location& where) {
   const char* const word = shared_bytes(address, sizeof(kBarrierWord), where);
   const uint32_t offset = own_offset(address, sizeof(kBarrierWord), where);
@@ -67,7 +68,8 @@ std::pair<uint32_t, Barrier*> find_barrier(uint32_t address, const std::source_l
   return {offset, &found->second};
 }
 
-// What is left of the phase of a barrier after arrivals or bytes; the error that this is, if any.
+// Ends the phase of a barrier if no arrivals and no bytes are missing. Returns the error if more
+// bytes have come than were expected, else null.
 const char* go_on(Barrier& barrier) {
   if (barrier.pending != 0) return nullptr;
   if (barrier.bytes < 0) return "more bytes have come than the phase was to wait for";
@@ -82,8 +84,8 @@ const char* go_on(Barrier& barrier) {
   return nullptr;
 }
 
-// What a thread knows about the phases of a barrier: the answer that a device gives may be that of
-// another phase than it means.
+// Fails where the answer to a wait cannot tell phases apart. A device knows only the parity of a
+// phase, so that its answer may be about another phase than the thread means.
 void require_known_phase(const Barrier& barrier, uint32_t parity, const int64_t* seen,
                          const std::source_location& where) {
   if (seen == nullptr) return;
@@ -107,7 +109,7 @@ TensorMap read_map(const CUtensorMap* map, const std::source_location& where) {
   return read;
 }
 
-// The beginning of a copy whose rows are known.
+// Begins a copy whose rows are known.
 void begin(BulkCopy copy, uint32_t destination, uint32_t barrier_address, uint32_t alignment,
            const std::source_location& where) {
   Block& block = own_block();
@@ -271,7 +273,7 @@ bool wait_for_phase(uint32_t address, uint32_t parity, const std::source_locatio
                         where);
     Run::running->change_thread_at(where);
     if ((barrier->phase & 1) == parity) {
-      // The wait of a device ends after a while.
+      // A device's try_wait may return false before the phase has ended.
       if (Run::running->once_in(4)) return false;
       barrier->waiting.push_back(&thread);
       thread.at_barrier = true;
@@ -355,7 +357,7 @@ void set_registers(int registers, bool more, const std::source_location& where) 
     fail("from " + std::to_string(now) + " registers to " + std::to_string(registers), where);
   }
   now = registers;
-  // More than there are would be waited for without end.
+  // setmaxnreg would wait without end for more registers than there are.
   int all = 0;
   for (const auto& warp : own_block().warps) all += kWarpSize * warp->registers;
   if (all > 65'536) fail("the block's warps have " + std::to_string(all) + " registers", where);

@@ -17,8 +17,8 @@
 namespace tree_attention::emulator {
 namespace {
 
-constexpr size_t kWarps = 4;               // of a warpgroup
-constexpr int kM = 16, kK = 16;            // of a warp
+constexpr size_t kWarps = 4;               // in a warpgroup
+constexpr int kM = 16, kK = 16;            // one warp's part of a product
 constexpr uint32_t kUnknown = 0xffffffff;  // the bits of an accumulator before the wait
 constexpr int kChunk = 16, kChunkElements = 8;
 
@@ -67,7 +67,8 @@ void record_reads_under_way() {
 
 const char* name_of(const Product& product) { return product.bf16 ? "wgmma.bf16" : "wgmma.f16"; }
 
-// That the four warps do the same, without waiting for one another.
+// Fails unless the four warps of a warpgroup call the same products in the same order. A warp does
+// not wait for the other three.
 void note_step(const char* name, const Product& product, const std::source_location& where) {
   Warp& warp = *Run::current->warp;
   const size_t group = Run::current->index / kWarpSize / kWarps;
@@ -93,7 +94,7 @@ struct LaneOperands {
   const std::source_location* where;
 };
 
-// Of the last product that adds to the same accumulators; null: of none.
+// The sums of the last product under way that adds to the same accumulators, or null.
 std::shared_ptr<std::vector<float>> find_sums(const Products& products,
                                               const std::vector<float*>& d,
                                               const std::source_location& where) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// Products that four warps issue together and that run beside them (wgmma). Each warp has its own
-// 16 rows of them: the four do not wait for one another. Until a wait covers a product its
+// Products that four warps issue together, and that run while these go on (wgmma). Each warp has
+// its own 16 rows of them: the four do not wait for one another. Until a wait covers a product its
 // accumulators are NaN; a and b are read at some time between the issue and the wait.
 #pragma once
 
@@ -20,9 +20,9 @@ struct Warp;
 
 // The operands that all threads of the four warps have in common.
 struct Product {
-  bool bf16;          // or float16
-  int count;          // accumulators of a thread
-  bool transposed_a;  // in shared memory
+  bool bf16;          // false: float16
+  int count;          // number of accumulators in a thread
+  bool transposed_a;  // a has a row for each k, in shared memory
   bool a_in_registers;
   uint64_t a, b;  // descriptors
   bool accumulate;
@@ -62,17 +62,17 @@ constexpr Place place_of(int thread, int i) {
 struct Products {
   struct Issued {
     Product product;
-    std::vector<float*> d;                      // [lane, count]
-    std::shared_ptr<std::vector<float>> sums;   // of these, which several products may add to
+    std::vector<float*> d;                      // accumulators, [lane, count]
+    std::shared_ptr<std::vector<float>> sums;   // in d at the end; several products may add to them
     std::array<std::array<uint32_t, 4>, 32> a;  // [lane], if in registers
     std::source_location where;
   };
 
   std::deque<Issued> issued;
-  size_t num_done = 0;             // of them
-  std::vector<size_t> group_ends;  // numbers of products
-  bool fenced = false;             // since a thread may have touched registers
-  size_t num_steps = 0;            // of the log below
+  size_t num_done = 0;             // the first so many of `issued` are computed
+  std::vector<size_t> group_ends;  // of each group: how many of `issued` end with it
+  bool fenced = false;   // wgmma_fence was called since a thread may have touched registers
+  size_t num_steps = 0;  // that this warp has issued, in ProductLog
 };
 
 // What the warps of a warpgroup have issued, which must be the same in all four.

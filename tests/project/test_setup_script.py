@@ -59,8 +59,8 @@ def test_another_system_is_refused_before_anything_is_made(checkout):
 
 @pytest.mark.parametrize("develop", [None, "0"])
 def test_what_the_demonstration_needs_is_a_part(develop, checkout):
-    """So that it starts sooner; a contributor's set-up after it installs the rest, and builds
-    nothing again."""
+    """The demonstration starts earlier for it. A contributor's set-up afterwards installs the rest,
+    and builds nothing again."""
     python = checkout / ".venv" / "bin" / "python"
     add_program(python, f'echo "$*" >>{checkout}/calls; echo {checkout}')
     extension = checkout / "python" / "tree_attention" / f"_C{checkout}"

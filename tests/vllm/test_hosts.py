@@ -319,7 +319,7 @@ def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_left_to_vllm() -> None:
-    """Options of its own, and those that a file may have."""
+    """vLLM's own options, and options that its --config file may have."""
     program.check_early(["m", "--dtype", "float32", "--served-model-name", "a", "b", "--x.y=1"])
     program.check_early(["m", "--config", "file.yaml", "--node-rank", "3"])
     for words in (["--shares", "3,1"], ["--shares=auto"]):

@@ -93,7 +93,7 @@ inline void key_tiles(const DecodeParams& p, const Step<T>& step, BFloat16* copy
 
 struct FewRowsMemory {
   uint32_t* q;           // [row blocks, head_dim / 32, 16 pairs of dims, columns], or digits
-  BFloat16* k;           // [buffers, 32 keys, head_dim]: those that are not used where they lie
+  BFloat16* k;           // [buffers, 32 keys, head_dim]: copies, if keys cannot be read in place
   uint32_t* v;           // [head_dim_v / 32, 2 tiles of 16 dims, 16 pairs of keys, 16 dims]
   float* scores;         // [2, 32 keys, columns]
   int32_t* products;     // [32 keys, 2 groups of rows, 16]: of digits, for keys of int8
@@ -125,7 +125,7 @@ constexpr int kFewestManyRows = 64;  // with fewer, packing keys costs more than
 // acc and total are [row tiles, head_dim_v / 16, 16 dims, 16 rows].
 struct TileRowsMemory : RowArrays {
   uint32_t* q;  // [row tiles, head_dim / 32, 16 pairs of dims, 16 rows]
-  BFloat16* k;  // [kPlaces, kPackedKeys, head_dim]: those that are not used where they lie
+  BFloat16* k;  // [kPlaces, kPackedKeys, head_dim]: copies, if keys cannot be read in place
   uint32_t* v;  // [kPlaces, head_dim_v / 32, steps, 2 tiles of 16 dims, 16 pairs of keys]
   float *k_scale, *v_scale;  // [kPlaces, kPackedKeys], of keys of 8 bits
   float* scores;             // [3, 2 row tiles, kPackedKeys, 16 rows]: of three blocks of rows

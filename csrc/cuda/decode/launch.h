@@ -54,7 +54,7 @@ struct Plan {
 struct UniformLine {
   int32_t output_length;        // positions of an output; 0 where the device has to find the keys
   int32_t quotient, remainder;  // of the line's length by the workers
-  Divisor workers;              // those that have work
+  Divisor workers;              // number of workers that have work
   Divisor output;               // output_length
   Divisor heads;                // kv heads
 };

@@ -22,7 +22,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
   }
 }
 
-// A matrix descriptor further on in the same memory.
+// The descriptor of a matrix that lies `bytes` further on in the same memory.
 __device__ __forceinline__ uint64_t moved(uint64_t descriptor, int bytes) {
   return descriptor + (bytes >> 4);
 }
@@ -33,7 +33,7 @@ class TileWgmma {
   static constexpr int kRowBlocks = Config::kRows / 8;  // of eight rows
   using Scores = float[4 * kRowBlocks];
 
-  // As in WarpTile.
+  // What these names mean is said in WarpTile.
   __device__ float product_unit(int) const { return 1.0f; }
 
   __device__ void clear() {
@@ -84,7 +84,7 @@ class TileWgmma {
     for (auto& box : o_) wgmma_pin(box);
   }
 
-  // `factor` belongs to the thread's rows: two of each block.
+  // Multiplies o by the factor of each of the thread's rows, two in each block of eight.
   __device__ void rescale(const float (&factor)[kRowBlocks][2]) {
 #pragma unroll
     for (auto& box : o_) {
@@ -93,8 +93,8 @@ class TileWgmma {
     }
   }
 
-  // Calls store(column, i, o) for the columns that the thread has of its row `i`, one or two, of a
-  // block of rows.
+  // Calls store(column, i, o) for each column that the thread has of its rows i = 0 and 1 in a
+  // block of eight.
   template <typename Store>
   __device__ __forceinline__ void for_each_column(int block, Store store) const {
     const int first = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The ring of tiles between the thread that requests them and those that multiply: a stage has a
-// barrier in shared memory for each direction. A phase of `full` ends when a tile has arrived, one
-// of `empty` when all warps are done with it. The first has parity 0 in each stage, and so the
-// producer, who finds every stage empty, begins one parity further.
+// The ring of tiles between the thread that requests them and the threads that multiply: a stage
+// has a barrier in shared memory for each direction. A phase of `full` ends when a tile has
+// arrived, one of `empty` when all warps are done with it. In each stage the first phase of both
+// has parity 0. The producer finds every stage empty, so it begins with parity 1, as if a phase of
+// `empty` had ended.
 #pragma once
 
 #include "launch.h"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// The online softmax of four warps (softmax.cuh has that of a warp). They have different
+// The online softmax of four warps (the softmax of one warp is in softmax.cuh). They have different
 // keys of the same rows, so that a maximum is known to all of them only after a barrier. Weights
 // are therefore relative to a maximum that the scores of the row may exceed by a factor of
 // 2^kHeadroom, which seldom happens twice: until then a tile takes one vote.
@@ -11,7 +11,7 @@
 
 namespace tree_attention::cuda {
 
-// The barrier of the threads that multiply, beside __syncthreads, which has number 0.
+// The barrier of the threads that multiply. __syncthreads, for all threads, has number 0.
 constexpr uint32_t kConsumerBarrier = 1;
 
 template <typename Config>
@@ -23,8 +23,8 @@ struct SyncConsumers {
   }
 };
 
-// Weights as operands. The largest is 2^kHeadroom, which float16 has no room for at the scale of
-// WeightsOf16Bits.
+// Weights as operands. The largest weight is 2^kHeadroom. Times the scale of WeightsOf16Bits it
+// would overflow float16.
 template <typename Element>
 struct LazyWeights {
   static constexpr bool kIsFloat16 = std::is_same_v<Element, Float16>;
@@ -37,7 +37,7 @@ struct LazyWeights {
   }
 };
 
-// The unnormalised state of the thread's rows without o: of two rows in each block of eight.
+// The unnormalised states, without o, of the thread's rows, which are two in each block of eight.
 template <typename Config, typename Element>
 class LazySoftmax {
   using Fragments = KeysByRows;
@@ -126,12 +126,12 @@ class LazySoftmax {
     SyncConsumers<Config>::sync();
   }
 
-  // The sums of rows become those of all its keys, and no key may follow.
+  // Adds the four warps' sums of each row, and all have the total. No key may follow.
   __device__ void finish() {
     combine_warps(sum_, [](float a, float b) { return a + b; });
   }
 
-  // What o of the thread's row is multiplied by at the end.
+  // The factor by which o of the thread's row is multiplied at the end.
   __device__ float inverse_sum(int block, int row) const {
     const float sum = sum_[block][row];
     return sum == 0.0f ? 0.0f : Weights::kOutputScale / sum;
@@ -143,8 +143,8 @@ class LazySoftmax {
   }
 
  private:
-  // Combines x of all threads that have the same row, in all of them. Other threads
-  // may still read what was combined before.
+  // Combines x of all threads that have the same row, and each of them gets the result. Other
+  // threads may still read the statistics of the call before.
   template <typename Function>
   __device__ void combine_warps(OfRows& x, Function function) const {
     float* const of_warp = statistics_ + threadIdx.x / 32 * kRows;

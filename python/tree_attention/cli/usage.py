@@ -73,7 +73,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         known, near = [*self._option_string_actions], list[str]()
         named = re.findall(r"--[\w-]+", message)
-        # An option that is unknown, or a missing one, in the place of which one like it was typed.
+        # The options next to which one is suggested: an unknown one, or a required one for which a
+        # similar word was typed.
         if message.startswith("unrecognized arguments"):
             near = [x for word in named for x in get_close_matches(word, known, cutoff=0.7)]
         elif message.startswith("the following arguments are required"):

@@ -348,12 +348,12 @@ class Communicator:
             return call.compare(signature, note)
 
     def meet_on_host(self) -> None:
-        """Lets states of all devices travel to the host and be merged there, for ranks of which
-        some have a GPU and some none. All ranks call it between the same two calls; it stays so."""
+        """Lets states of all devices travel to the host and be merged there, if some ranks have
+        a GPU and some have none. All ranks call it between the same two calls; it stays so."""
         self._meets_on_host = True
 
     def meeting_device(self, device: torch.device) -> torch.device:
-        """The device on which this rank's tensors of `device` meet those of the others."""
+        """The device on which a tensor of `device` is merged with the tensors of other ranks."""
         return torch.device("cpu") if self._meets_on_host else device
 
     def abort(self, reason: str = "no reason given") -> None:

@@ -58,7 +58,7 @@ class Call:
     arguments: dict[str, Any] | None = None  # as the caller gave them; None: no call
     inputs: dict[str, Tensor] = field(default_factory=dict)  # transformers', which may be others
     num_prompt: int = 0  # tokens of the prompt, or embeddings
-    num_ids: int = 0  # of them, those that the tokens returned begin with
+    num_ids: int = 0  # tokens of the prompt with which the returned tokens begin
     has_whole_text: bool = True  # whether the prompt has the tokens of a given cache, too
     is_prepared: bool = False  # whether the cache is chosen and the ranks compared
     cache: TreeCache | None = None

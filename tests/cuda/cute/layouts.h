@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 //
-// What CuTe says of wgmma's operands, for check_layouts.cpp: its headers and those of the emulated
-// device have names in common.
+// What CuTe says of wgmma's operands, for check_layouts.cpp, which cannot include CuTe itself:
+// CuTe's headers and the emulated device's have names in common.
 #pragma once
 
 #include <cstdint>

@@ -434,7 +434,7 @@ class TreeCache(StateCache):
             layer.grow(new.count(length))
 
     def _check_layers(self, op: str) -> None:
-        """Refuses layers with keys that are not those that the cache was made with."""
+        """Refuses a cache whose layers with keys have changed since it was made."""
         shards = {self.shard, *(layer.shard for layer in self._made)}
         if self.kv_layers != self._made or len(shards) > 1:
             raise RuntimeError(
