@@ -7,6 +7,7 @@ import os
 import sys
 import zlib
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,17 @@ import torch
 
 from dry_device import dry_cuda, run_ranks_dry
 from emulated import emulated_operators
+from helpers import one_thread
 
 _seed = session._seed
 _share_servers = session._share_servers
+pytest_collection_finish = session.pytest_collection_finish
 
 TESTS = Path(__file__).parent
 # For scripts/test_deep.sh as a whole; the rest of that tier is marked where it stands.
 DEEP_FOLDERS = {TESTS / name for name in ("benchmarks", "cuda")}
+# Of tiny models, whose operations take two threads longer than one; ranks have one anywhere.
+FOLDERS_OF_MODELS = {TESTS / name for name in ("hf", "vllm", "weights")}
 # The emulated device takes a minute to compile. A GPU's cases are quick where there is one.
 EMULATED = pytest.param("emulated", marks=pytest.mark.deep)
 GPU = pytest.param("cuda", marks=() if torch.cuda.is_available() else pytest.mark.deep)
@@ -63,6 +68,12 @@ def _thin_out_dry_runs(items: list[pytest.Item]) -> None:
             seen |= new
         kept.append(item)
     items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    with one_thread() if request.path.parent in FOLDERS_OF_MODELS else nullcontext():
+        yield
 
 
 @pytest.fixture(params=["cpu", EMULATED, GPU])

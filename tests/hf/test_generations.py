@@ -275,7 +275,7 @@ TABLE: dict[str, Row] = {
         [["uneven llama_tied"]], _split_weights, deep=(2, 3, 4), operations=ALL_OPERATIONS,
         in_turn=["worlds"],
     ),
-    "weights, kept": Row([["uneven llama"]], _split_weights, ((4, 2),), (), ("kept",)),
+    "weights, kept": Row([["uneven llama"]], _split_weights, (), ((4, 2),), ("kept",)),
     "shares": Row([["llama", "deepseek"]], _by_shares, (3,), (1, 2, 4)),
     "shares, families": Row(_by(8, [*SPLIT_PROMPTS]), _by_shares, deep=(2,), in_turn=FAMILIES),
     "shares, ALiBi": Row([["BLOOM", "MPT"]], _whole_by_shares, deep=(2, 3)),
@@ -283,7 +283,7 @@ TABLE: dict[str, Row] = {
         [["llama"]], _by_shares, deep=(3,), operations=("beams", "lookup", "sampling")
     ),
     "shares, kept": Row(
-        [["llama", "gemma2"]], _kept_by_shares, ((3, 2),), ((2, 1, 4),), ("kept",), num_tokens=20
+        [["llama", "gemma2"]], _kept_by_shares, (), ((3, 2), (2, 1, 4)), ("kept",), num_tokens=20
     ),
     "shares, windows": Row(
         [["mistral_window", "gemma2"]], _kept_by_shares, deep=(2, 3),
