@@ -10,11 +10,11 @@ from contextlib import suppress
 from typing import NoReturn
 
 from ._environment import VariableError
-from ._loader import ExtensionError, __version__
+from ._loader import ExtensionError, __version__, has_extension
 
 try:
     from .cli.rank import INTERRUPTED_STATUS, is_launched
-    from .cli.usage import INTERRUPTED, UsageError, end_with, is_root, program, report
+    from .cli.usage import INTERRUPTED, Parser, UsageError, end_with, is_root, program, report
 except ModuleNotFoundError as error:
     sys.exit(f"tree_attention: {error}. Every command needs: pip install numpy rich")
 
@@ -32,7 +32,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program(),
         description="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
         epilog=f"{program()} COMMAND --help lists a command's options and ends with examples.",
@@ -66,7 +66,11 @@ def main(arguments: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "torch"):
             raise
-        missing = f"{error.name} is not installed. Run: pip install {error.name}"
+        missing = f"{error.name} is not installed"
+        if error.name == "torch" and not has_extension():  # BUILD_EXTENSION=0: plans alone
+            missing += ", and the extension is not built: see Install in README.md"
+        else:
+            missing += f". Run: pip install {error.name}"
         return end_with(parsed.command, missing, 1)
     except KeyboardInterrupt:
         return interrupted(parsed.command)

@@ -98,6 +98,11 @@ def rebuild_command() -> str:
     )
 
 
+def has_extension() -> bool:
+    """True where the extension was built, whether or not it can be loaded."""
+    return any(PACKAGE.glob("_C*.so"))
+
+
 def _find(directory: Path) -> Path:
     for suffix in EXTENSION_SUFFIXES:
         path = directory / f"_C{suffix}"

@@ -403,10 +403,25 @@ def test_a_cache_without_memory_ends_a_command_in_its_sentence(
     assert capsys.readouterr().err == "generate: TreeCache: 9 tokens need 9 GiB\n"
 
 
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["serve"])
-    assert "invalid choice: 'serve'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        (["serve"], "see python -m tree_attention --help"),
+        (["genrate", "--prompt", "a"], "did you mean generate?"),
+        (
+            ["generate", "--model", "a", "--prompt", "a", "--dtype", "bf16"],
+            "did you mean bfloat16?",
+        ),
+    ],
+)
+def test_what_is_no_choice_is_told_in_one_line(
+    words: list[str], way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    output = capsys.readouterr()
+    assert end.value.code == 2 and not output.out and output.err.count("\n") == 1
+    assert "invalid choice: " in output.err and output.err.endswith(f"); {way}\n"), output.err
 
 
 def test_no_command(capsys: pytest.CaptureFixture[str]) -> None:

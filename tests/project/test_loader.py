@@ -186,6 +186,17 @@ def test_commands_name_the_library_that_they_lack(module, command, message, tmp_
     assert result.stderr.count("\n") == 1 and not result.stdout
 
 
+def test_a_package_for_plans_alone_names_the_whole_installation(tmp_path):
+    path = without("torch", tmp_path)
+    for extension in (path / "tree_attention").glob("_C*"):
+        extension.unlink()
+    result = python("-m", "tree_attention", "info", path=path)
+    assert result.returncode == 1 and not result.stdout
+    assert result.stderr == (
+        "info: torch is not installed, and the extension is not built: see Install in README.md\n"
+    )
+
+
 @pytest.fixture
 def not_built(tmp_path):
     """A copy of the package without its extension."""

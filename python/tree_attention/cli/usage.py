@@ -53,7 +53,7 @@ def argument_parser(command: str, description: str, *examples: str) -> argparse.
     """
     width = shutil.get_terminal_size().columns - 2
     lines = [f"  {program()} {example}" for example in examples]
-    return _Parser(
+    return Parser(
         prog=f"{program()} {command}",
         description=textwrap.fill(description, width),
         epilog="\n".join(["examples:", *lines]),
@@ -61,7 +61,7 @@ def argument_parser(command: str, description: str, *examples: str) -> argparse.
     )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in a sentence: the usage of a command fills a screen above it."""
 
     _words: Sequence[str] = ()
@@ -80,6 +80,8 @@ class _Parser(argparse.ArgumentParser):
         elif message.startswith("the following arguments are required"):
             typed = [word.partition("=")[0] for word in self._words if word not in known]
             near = [x for word in typed for x in get_close_matches(word, named, cutoff=0.7)]
+        elif choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            near = get_close_matches(choice[1], re.findall(r"[^', ]+", choice[2]))
         way = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
         _, _, command = self.prog.rpartition(" ")
         sys.exit(end_with(command, f"{message}; {way}", 2))
