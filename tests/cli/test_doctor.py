@@ -130,6 +130,19 @@ def test_a_name_that_leads_back(
     assert lines_of(capsys)["name of this host"].startswith("ok ")
 
 
+def test_a_name_of_this_host(
+    answered_by: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its address is none of loopback, and all that a doctor of this host says would be ok."""
+    port = answered_by(doctor.answer)
+    monkeypatch.setattr(socket, "getaddrinfo", as_in({"host0": "127.0.0.1"}))
+    monkeypatch.setattr(doctor, "is_loopback", lambda address: False)
+    assert main(["doctor", "--peer", f"host0:{port}"]) == 0
+    assert lines_of(capsys)["name host0"] == (
+        "warning it is 127.0.0.1, this host itself; name another host"
+    )
+
+
 def test_a_device_that_is_not_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +314,9 @@ def test_wrong_arguments(
     assert capsys.readouterr().err.startswith(f"doctor: {sentence}")
 
 
-def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before the seconds in which torch is imported."""
+    monkeypatch.delattr(doctor, "note_of_this_host")
     with doctor.listener(0) as taken:
         port = taken.getsockname()[1]
         assert main(["doctor", "--listen", str(port)]) == 2

@@ -217,20 +217,23 @@ def of_the_way(host: str, port: int) -> Iterator[Finding]:
         yield Finding(_FAILED, step, str(error), known)
         raise
     detail = f"it is {', '.join(addresses)}"
-    if not any(map(is_loopback, addresses)):
-        yield Finding(_OK, step, detail)
-    elif host == "localhost" or host in addresses:
-        yield Finding(_WARNING, step, f"{detail}, this host itself", "name another host")
-    else:
+    loops = any(map(is_loopback, addresses))
+    if loops and host != "localhost" and host not in addresses:
         real = "/etc/hosts here must give it the address that other hosts reach"
         yield Finding(_FAILED, step, f"{detail}, which leads to this host itself", real)
         raise Unreachable(detail)  # the device and the ports would be this host's
+    own, lost = "", ""
     try:
         own = address_towards(host, port)
     except OSError as error:
         lost = f"no device leads there: {error.strerror}"
+    if loops or own in addresses:
+        yield Finding(_WARNING, step, f"{detail}, this host itself", "name another host")
+    else:
+        yield Finding(_OK, step, detail)
+    if lost:
         yield Finding(_FAILED, "device", lost, f"`ip route get {addresses[0]}` shows the way")
-        raise Unreachable from error
+        raise Unreachable(lost)
     device = device_of(own) or "unknown"
     named = f"on this host, export GLOO_SOCKET_IFNAME={device}"
     detail = f"{device} ({own}) leads there"
@@ -334,7 +337,6 @@ def listen(port: int) -> int:
     """Answers doctors of other hosts until Ctrl-C."""
     if not 0 <= port < 1 << 16:
         raise UsageError(f"--listen must be a port, 0 to 65535, got {port}")
-    note_of_this_host(0)  # imports what takes time
     try:
         server = listener(port)
     except OSError as error:
