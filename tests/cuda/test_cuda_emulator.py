@@ -32,7 +32,8 @@ def test_emulator(program: Path) -> None:
         *("shared_cases", "edges", "many_workers", "short", "short_kinds", "columns_short"),
         *("int8_short", "float8_short", "row_blocks", "latents_short", "latents"),
         *("float16_latents_short", "addresses", "clusters_short", "clusters"),
-        *("plans_of_clusters", "plans_of_two_levels", "wgmma_short", "wgmma"),
+        *("plans_of_clusters", "plans_of_two_levels", "plans_of_wgmma"),
+        *("wgmma_short", "wgmma", "wgmma_rows_short", "wgmma_rows"),
     ],
 )
 def test_decode(program: Path, cases: str) -> None:

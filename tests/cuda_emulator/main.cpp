@@ -69,6 +69,9 @@ void test_decode_int8_short();
 void test_decode_float8_short();
 void test_decode_wgmma();
 void test_decode_wgmma_short();
+void test_decode_wgmma_rows();
+void test_decode_wgmma_rows_short();
+void test_decode_plans_of_wgmma();
 
 void race_no_barrier();
 void race_relaxed();
@@ -105,6 +108,9 @@ int main(int argc, char** argv) {
             {"decode_float8_short", test_decode_float8_short},
             {"decode_wgmma", test_decode_wgmma},
             {"decode_wgmma_short", test_decode_wgmma_short},
+            {"decode_wgmma_rows", test_decode_wgmma_rows},
+            {"decode_wgmma_rows_short", test_decode_wgmma_rows_short},
+            {"decode_plans_of_wgmma", test_decode_plans_of_wgmma},
             {"fixup_short", test_fixup_short},
             {"split_ranges", test_split_ranges},
             {"one_shot_worlds", test_one_shot_worlds},

@@ -511,11 +511,17 @@ namespace {
 // A Hopper on which the kernel of wgmma runs.
 constexpr DeviceLimits kHopper{4, 228 * 1024, 227 * 1024, true, true, true};
 
-void check_wgmma_latents(Shape shape, const std::vector<int>& workers, int num_seeds) {
-  shape.latents = true;
+// Of more than 256 columns they are those of latents.
+void check_wgmma(Shape shape, const std::vector<int>& workers, int num_seeds) {
+  shape.latents = shape.head_dim > 256;
   DecodeCase decode(shape, 0);
   CHECK(cuda::plan_lean_decode(decode.params(0), kHopper).uses_wgmma, "another kernel");
   check(shape, workers, {kHopper}, num_seeds);
+}
+
+bool uses_wgmma(const Shape& shape) {
+  DecodeCase decode(shape, 0);
+  return cuda::plan_lean_decode(decode.params(0), kHopper).uses_wgmma;
 }
 
 }  // namespace
@@ -524,25 +530,79 @@ void check_wgmma_latents(Shape shape, const std::vector<int>& workers, int num_s
 // ring has stages; several blocks per output and several outputs per block; 16 rows, 32 and blocks
 // of them, of which some do not exist; ranges with gaps, soft-cap and ALiBi.
 void test_decode_wgmma_short() {
-  check_wgmma_latents({2, 1, 16, 1, 200, 576, 512, kBFloat16, 0, false, 0.0f, true}, {1, 3}, 2);
-  check_wgmma_latents({1, 1, 16, 1, 64 * 5 + 2, 576, 512, kBFloat16}, {1}, 2);
-  check_wgmma_latents({1, 2, 11, 2, 150, 320, 256, kBFloat16, 0, true, 2.0f, true}, {2}, 1);
-  check_wgmma_latents({1, 1, 40, 1, 100, 576, 512, kBFloat16, 0, false, 0.0f, true}, {2}, 1);
+  check_wgmma({2, 1, 16, 1, 200, 576, 512, kBFloat16, 0, false, 0.0f, true}, {1, 3}, 2);
+  check_wgmma({1, 1, 16, 1, 64 * 5 + 2, 576, 512, kBFloat16}, {1}, 2);
+  check_wgmma({1, 2, 11, 2, 150, 320, 256, kBFloat16, 0, true, 2.0f, true}, {2}, 1);
+  check_wgmma({1, 1, 40, 1, 100, 576, 512, kBFloat16, 0, false, 0.0f, true}, {2}, 1);
+}
+
+// The same of 17 to 64 rows of keys and values of their own; more tokens than a warp has lanes.
+void test_decode_wgmma_rows_short() {
+  check_wgmma({3, 1, 20, 1, 200, 64, 64, kBFloat16, 0, false, 0.0f, true}, {2}, 1);
+  for (const int seqlen_k : {190, 210, 230}) {
+    check_wgmma({1, 1, 9, 2, seqlen_k, 64, 64, kBFloat16, 0, false, 0.0f, true}, {2}, 1);
+  }
+  check_wgmma({1, 2, 1, 40, 400, 64, 64, kBFloat16, 0, false, 0.0f, true}, {2}, 1);
+  check_wgmma({2, 1, 4, 8, 200, 64, 64, kBFloat16, 0, false, 0.0f, true}, {1, 3}, 2);
+  check_wgmma({1, 2, 20, 1, 64 * 5 + 2, 64, 64, kBFloat16}, {1}, 2);
+  check_wgmma({1, 2, 11, 5, 150, 56, 40, kBFloat16, 0, true, 2.0f, true}, {2}, 1);
 }
 
 // Every length about a tile, both dtypes, blocks of rows, levels of merges, and fewer columns.
 void test_decode_wgmma() {
   for (const int seqlen_k : {1, 63, 64, 65, 129}) {
-    check_wgmma_latents({1, 1, 16, 1, seqlen_k, 576, 512, kFloat16}, {0, 1, 3}, 2);
-    check_wgmma_latents({1, 1, 20, 1, seqlen_k, 576, 512, kBFloat16}, {0, 2}, 2);
+    check_wgmma({1, 1, 16, 1, seqlen_k, 576, 512, kFloat16}, {0, 1, 3}, 2);
+    check_wgmma({1, 1, 20, 1, seqlen_k, 576, 512, kBFloat16}, {0, 2}, 2);
   }
-  check_wgmma_latents({1, 1, 128, 1, 300, 576, 512, kBFloat16}, {0, 1, 5, 40}, 2);
-  check_wgmma_latents({1, 1, 128, 1, 200, 576, 512, kFloat16, 0, true, 3.0f, true}, {3}, 2);
-  check_wgmma_latents({3, 2, 4, 9, 200, 576, 512, kFloat16, 0, false, 0.0f, true}, {0, 7}, 2);
-  check_wgmma_latents({1, 1, 8, 1, 64 * 50, 576, 512, kBFloat16}, {40, 60}, 2);
-  check_wgmma_latents({1, 1, 8, 1, 90, 264, 256, kFloat16}, {3}, 2);
-  check_wgmma_latents({2, 1, 33, 2, 90, 544, 8, kBFloat16, 0, false, 0.0f, true}, {3}, 2);
+  check_wgmma({1, 1, 128, 1, 300, 576, 512, kBFloat16}, {0, 1, 5, 40}, 2);
+  check_wgmma({1, 1, 128, 1, 200, 576, 512, kFloat16, 0, true, 3.0f, true}, {3}, 2);
+  check_wgmma({3, 2, 4, 9, 200, 576, 512, kFloat16, 0, false, 0.0f, true}, {0, 7}, 2);
+  check_wgmma({1, 1, 8, 1, 64 * 50, 576, 512, kBFloat16}, {40, 60}, 2);
+  check_wgmma({1, 1, 8, 1, 90, 264, 256, kFloat16}, {3}, 2);
+  check_wgmma({2, 1, 33, 2, 90, 544, 8, kBFloat16, 0, false, 0.0f, true}, {3}, 2);
   Shape with_gap{2, 1, 16, 1, 150, 576, 512, kBFloat16};
   with_gap.gap = 8;
-  check_wgmma_latents(with_gap, {2}, 2);
+  check_wgmma(with_gap, {2}, 2);
+}
+
+void test_decode_wgmma_rows() {
+  for (const int seqlen_k : {1, 63, 64, 65, 129}) {
+    check_wgmma({1, 1, 17, 1, seqlen_k, 128, 128, kFloat16}, {0, 1, 3}, 2);
+    check_wgmma({1, 2, 16, 4, seqlen_k, 128, 128, kBFloat16, 0, false, 0.0f, true}, {0, 2}, 2);
+    check_wgmma({1, 1, 33, 1, seqlen_k, 64, 64, kFloat16}, {0, 2}, 2);
+  }
+  check_wgmma({2, 2, 4, 16, 700, 128, 128, kBFloat16, 0, false, 0.0f, true}, {0, 1, 5, 40}, 2);
+  check_wgmma({1, 1, 8, 8, 200, 128, 128, kFloat16, 0, true, 3.0f, true}, {3}, 2);
+  check_wgmma({3, 2, 4, 9, 200, 128, 128, kFloat16, 0, false, 0.0f, true}, {0, 7}, 2);
+  check_wgmma({1, 1, 32, 1, 64 * 50, 128, 128, kBFloat16}, {40, 60}, 2);
+  check_wgmma({1, 1, 32, 1, 64 * 9, 64, 64, kBFloat16}, {1, 4}, 2);
+  // Fewer columns, of keys or of values, down to boxes outside of the tensor.
+  check_wgmma({1, 1, 24, 1, 90, 8, 128, kFloat16}, {3}, 2);
+  check_wgmma({2, 1, 33, 1, 90, 104, 8, kBFloat16, 0, false, 0.0f, true}, {3}, 2);
+  Shape with_gap{2, 2, 20, 1, 150, 128, 96, kBFloat16};
+  with_gap.gap = 8;
+  check_wgmma(with_gap, {2}, 2);
+}
+
+// Which calls take the kernel on a Hopper.
+void test_decode_plans_of_wgmma() {
+  CHECK(!uses_wgmma({1, 2, 16, 1, 65, 128, 128, kBFloat16}), "16 rows");
+  CHECK(uses_wgmma({1, 2, 17, 1, 65, 128, 128, kBFloat16}), "17 rows");
+  CHECK(uses_wgmma({1, 2, 4, 16, 65, 64, 64, kFloat16}), "64 rows");
+  CHECK(!uses_wgmma({1, 2, 5, 13, 65, 128, 128, kBFloat16}), "65 rows");
+  CHECK(!uses_wgmma({1, 2, 20, 1, 65, 136, 128, kBFloat16}), "136 columns");
+  CHECK(!uses_wgmma({1, 2, 20, 1, 65, 128, 136, kBFloat16}), "136 columns of values");
+  CHECK(!uses_wgmma({1, 2, 20, 1, 0, 128, 128, kBFloat16}), "no keys");
+  CHECK(!uses_wgmma({1, 2, 20, 1, 65, 128, 128, kFloat32}), "float32");
+  CHECK(!uses_wgmma({1, 2, 20, 1, 65, 128, 128, kBFloat16, 0, false, 0.0f, false, kInt8}), "int8");
+  const auto with_strides = [](int64_t of_keys, int64_t of_values) {
+    DecodeCase decode({2, 1, 20, 1, 65, 128, 128, kBFloat16}, 0);
+    DecodeParams params = decode.params(0);
+    params.k_stride[0] = of_keys;
+    params.v_stride[0] = of_values;
+    return cuda::plan_lean_decode(params, kHopper).uses_wgmma;
+  };
+  CHECK(with_strides(65 * 128, 65 * 128), "strides of tensors");
+  CHECK(!with_strides(0, 65 * 128) && !with_strides(65 * 128, 0), "expanded tensors");
+  CHECK(!with_strides(int64_t{1} << 39, 65 * 128), "a stride that no map can have");
 }

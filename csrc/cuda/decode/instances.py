@@ -39,9 +39,10 @@ template cudaError_t find_resident_blocks_of_wgmma_instance<{query}, {head_dim}>
 def wgmma_instances() -> dict[str, str]:
     """Return the same for the kernels for Hopper."""
     return {
-        f"lean_decode_wgmma_{name}_{LATENTS}": WGMMA_TEXT.format(
-            query=QUERIES[name], head_dim=LATENTS
+        f"lean_decode_wgmma_{name}_{head_dim}": WGMMA_TEXT.format(
+            query=QUERIES[name], head_dim=head_dim
         )
+        for head_dim in (LATENTS, 128, 64)
         for name in ("bf16", "fp16")
     }
 

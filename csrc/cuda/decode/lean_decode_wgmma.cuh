@@ -27,10 +27,16 @@ __device__ void request_tiles(const WgmmaParams& params, const OutputCursor<Conf
     const OutputRows rows = next.output().rows();
     // Without this: the phase ends before the tile is there.
     mbarrier_arrive_expect_tx(ring.full(), Config::kStageBytes);
-    for (int box = 0; box < Config::kKeyBoxes; ++box) {
-      cp_async_bulk_tensor_4d(ring.address() + box * Config::kBoxBytes, &params.keys,
-                              box * Config::kBoxColumns, next.first_key(), rows.head_kv, rows.batch,
-                              ring.full());
+    const auto request = [&](int offset, const CUtensorMap& map, int num_boxes) {
+      for (int box = 0; box < num_boxes; ++box) {
+        cp_async_bulk_tensor_4d(ring.address() + offset + box * Config::kBoxBytes, &map,
+                                box * Config::kBoxColumns, next.first_key(), rows.head_kv,
+                                rows.batch, ring.full());
+      }
+    };
+    request(0, params.keys, Config::kKeyBoxes);
+    if constexpr (!Config::kValuesInKeys) {
+      request(Config::kValues, params.values, Config::kValueBoxes);
     }
     ring.advance();
   }
@@ -62,6 +68,26 @@ __device__ void load_queries(const LaunchParams& params, const OutputRows& rows,
   SyncConsumers<Config>::sync();
 }
 
+// The keys that all rows of an output see, which has the keys `keys`. To be called by whole warps.
+__device__ __forceinline__ BasicKeyRange<int> keys_of_all_rows(const LaunchParams& params,
+                                                               const OutputRows& rows,
+                                                               const Keys& keys) {
+  BasicKeyRange<int> all{keys.begin, keys.end};
+  if (params.decode.seqlen_q == 1) return all;
+  const int first_token = params.group_size.quotient(rows.begin);
+  const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
+  for (int token = first_token + threadIdx.x % 32; token <= last_token; token += 32) {
+    const auto seen = key_range<int>(params.decode, rows.batch, token);
+    all = {max(all.begin, seen.begin), min(all.end, seen.end)};
+  }
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) {
+    all = {max(all.begin, __shfl_xor_sync(0xffffffff, all.begin, bit)),
+           min(all.end, __shfl_xor_sync(0xffffffff, all.end, bit))};
+  }
+  return all;
+}
+
 // Puts zeros in the place of values that no row sees, which may be NaN: a weight of zero would not
 // hide them. To be called by all threads that multiply, after all have their scores, of which these
 // values may be keys, and before `weigh`, whose fence and barrier come before products read zeros.
@@ -89,6 +115,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
   const uint32_t queries = shared_address(shared + Config::kQueries);
   char* const weights = shared + Config::kWeights;
   const Keys keys = output.keys();
+  const BasicKeyRange<int> seen_by_all = keys_of_all_rows(params, rows, keys);
 
   tile.clear();
   softmax.clear();
@@ -97,24 +124,27 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
     ring.wait_until_full();
     __syncwarp();  // for the product, after a loop that each thread leaves alone
     const int tile_key = output.first_key(i);
+    const bool may_hide =
+        tile_key < seen_by_all.begin || tile_key + Config::kTileKeys > seen_by_all.end;
     typename Tile::Scores s;
     tile.score_tile(s, ring.address(), queries);
     // What rows see is found again for each tile: o leaves no registers to keep it.
 #pragma unroll
     for (int block = 0; block < Tile::kRowBlocks; ++block) {
-      const RowScores<KeysByRows> row_scores(params, rows, keys, 8 * block);
+      const RowScores<KeysByRows> row_scores(params, rows, keys, 8 * block, may_hide);
       float of_block[1][4];
       for (int c = 0; c < 4; ++c) of_block[0][c] = s[4 * block + c];
-      row_scores.apply(of_block, tile_key + first_key, tile);
+      row_scores.find_scores(of_block, tile_key + first_key, tile);
+      if (may_hide) row_scores.hide(of_block, tile_key + first_key, -INFINITY);
       for (int c = 0; c < 4; ++c) s[4 * block + c] = of_block[0][c];
     }
     softmax.raise(s, tile);
-    if (keys.has_gaps || tile_key + Config::kTileKeys > keys.end) {
-      hide_values<Config>(params, rows, keys, tile_key, shared + ring.offset());
+    if (may_hide && (keys.has_gaps || tile_key + Config::kTileKeys > keys.end)) {
+      hide_values<Config>(params, rows, keys, tile_key, shared + ring.offset() + Config::kValues);
       __syncwarp();
     }
     softmax.weigh(s, weights);
-    tile.value_tile(ring.address(), shared_address(weights));
+    tile.value_tile(ring.address() + Config::kValues, shared_address(weights));
     if (i + output.tile_step() < end) {
       ring.release();
       ring.advance();
@@ -122,15 +152,14 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
   }
 }
 
-// Stores the state of an output. A thread has eight neighbouring columns in as many lanes, and
-// stores four of a row: o passes through the last stage, eight rows at a time. To be called by
-// all threads that multiply.
+// Stores the state of an output. A warp has eight neighbouring columns in as many lanes, and
+// stores four of a row: o passes through the last stage. To be called by all threads that multiply.
 template <typename Element, typename Config, typename Sink>
 __device__ void store_state(const LaunchParams& params, const OutputRows& rows,
                             const TileWgmma<Config, Element>& tile,
                             LazySoftmax<Config, Element>& softmax, char* stage, const Sink& sink) {
   constexpr int kColumns = Config::kValueColumns;
-  static_assert(8 * kColumns * 4 <= Config::kStageBytes);
+  static_assert(Config::kRows * kColumns * 4 <= Config::kStageBytes);
   const int columns = params.decode.head_dim_v / 4;
   float* const memory = reinterpret_cast<float*>(stage);
   const auto place = [&](int row, int column) {
@@ -141,28 +170,24 @@ __device__ void store_state(const LaunchParams& params, const OutputRows& rows,
   softmax.finish();
 #pragma unroll
   for (int block = 0; block < TileWgmma<Config, Element>::kRowBlocks; ++block) {
-    const int first = 8 * block;
-    // Without this: the next rows overwrite those that are read.
-    if (block > 0) SyncConsumers<Config>::sync();
+    const int first = 8 * block + KeysByRows::first_row();
     const float factor[2] = {softmax.inverse_sum(block, 0), softmax.inverse_sum(block, 1)};
     tile.for_each_column(block, [&](int column, int i, float o) {
       // A sum of zero hides what o has of keys that no row of the block sees.
-      *place(KeysByRows::first_row() + i, column) = factor[i] == 0.0f ? 0.0f : o * factor[i];
+      *place(first + i, column) = factor[i] == 0.0f ? 0.0f : o * factor[i];
     });
     if (threadIdx.x < 4) {
       for (int i = 0; i < 2; ++i) {
-        const int row = first + KeysByRows::first_row() + i;
-        if (row < rows.count) sink.store_lse(row, softmax.lse(block, i));
+        if (first + i < rows.count) sink.store_lse(first + i, softmax.lse(block, i));
       }
     }
-    // Without this: rows are read before all threads have stored them.
-    SyncConsumers<Config>::sync();
+  }
+  // Without this: rows are read before all threads have stored them.
+  SyncConsumers<Config>::sync();
 #pragma unroll 1  // a store has a branch for each dtype
-    for (int i = threadIdx.x; i < 8 * columns; i += Config::kConsumers) {
-      const int row = i / columns, column = i % columns * 4;
-      if (first + row >= rows.count) break;
-      sink.store(first + row, column, load_float4(place(row, column)));
-    }
+  for (int i = threadIdx.x; i < rows.count * columns; i += Config::kConsumers) {
+    const int row = i / columns, column = i % columns * 4;
+    sink.store(row, column, load_float4(place(row, column)));
   }
   // What was stored to the stage comes before the next copy to it.
   fence_proxy_async();
@@ -183,7 +208,7 @@ __device__ void store_nothing(const OutputRows& rows, int head_dim_v, const Sink
 // Config::kConsumers multiply and the next one requests tiles; the rest of its warp leaves.
 // Dynamic shared memory: by the offsets of WgmmaConfig.
 template <typename Element, typename Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads, Config::kMaxBlocks)
     lean_decode_wgmma_kernel(const __grid_constant__ WgmmaParams all) {
   const LaunchParams& params = all.launch;
   // As in lean_decode_kernel.

@@ -45,7 +45,7 @@ void plan_occupancy(Plan& plan, const DeviceLimits& limits) {
     return std::clamp((shared_bytes - Config::shared_bytes(0)) / Config::kStageBytes, kMinStages,
                       most);
   };
-  const bool two = Config::kThreads <= 128 && Config::shared_bytes(2) <= half;
+  const bool two = Config::kMaxBlocks == 2 && Config::shared_bytes(2) <= half;
   plan.num_threads = Config::kThreads;
   plan.blocks_per_sm = two ? 2 : 1;
   plan.num_stages = two ? num_stages(half, 3) : num_stages(limits.shared_bytes_per_block, 4);
@@ -136,23 +136,19 @@ WorkspaceSize workspace_size(int64_t num_workers) {
   return {slots, slots * Config::kRows * (Config::kValueColumns + 1)};
 }
 
-// The plan of the kernel for Hopper. Its blocks have a multiprocessor each.
 template <typename Config>
-Plan plan_wgmma(const DecodeParams& p, const DeviceLimits& limits) {
+Plan plan_config(const DecodeParams& p, const DeviceLimits& limits) {
   Plan plan;
-  plan.uses_wgmma = true;
+  plan.uses_wgmma = Config::kUsesWgmma;
   plan.row_tile = Config::kRows;
   plan.tile_keys = Config::kTileKeys;
-  plan.num_threads = Config::kThreads;
-  plan.blocks_per_sm = 1;
-  plan.num_stages =
-      std::clamp((limits.shared_bytes_per_block - Config::shared_bytes(0)) / Config::kStageBytes,
-                 kMinStages, Config::kMaxStages);
-  plan.shared_bytes = Config::shared_bytes(plan.num_stages);
-  plan.launches_early = limits.has_early_launches;
-  const int64_t workers =
-      p.num_workers > 0 ? p.num_workers : in_step(limits.num_sms, num_row_blocks(p, Config::kRows));
-  plan.num_workers = static_cast<int32_t>(std::min(workers, max_workers<Config>(p)));
+  plan_occupancy<Config>(plan, limits);
+  const int64_t resident = int64_t{plan.blocks_per_sm} * limits.num_sms;
+  const int64_t workers = p.num_workers > 0
+                              ? p.num_workers
+                              : std::min(most_in_two_levels<Config>(p),
+                                         in_step(resident, num_row_blocks(p, Config::kRows)));
+  plan_workers<Config>(plan, p, limits, std::min(workers, max_workers<Config>(p)), resident);
   plan.workspace = workspace_size<Config>(plan.num_workers);
   return plan;
 }
@@ -163,29 +159,16 @@ cudaError_t find_ptx_version(int* version) { return find_ptx_version(do_nothing,
 
 Plan plan_lean_decode(const DecodeParams& p, const DeviceLimits& limits) {
   if (limits.has_wgmma && takes_wgmma(p)) {
-    return with_wgmma_instance(p.dtype, [&]<typename Element, int kHeadDim>() {
+    return with_wgmma_instance(p, [&]<typename Element, int kHeadDim>() {
       return with_wgmma_rows<Element, kHeadDim>(
-          num_rows(p), [&]<typename Config>() { return plan_wgmma<Config>(p, limits); });
+          num_rows(p), [&]<typename Config>() { return plan_config<Config>(p, limits); });
     });
   }
   return with_instance(
       p.dtype, p.kv_dtype, head_dim(p), [&]<typename Element, int kHeadDim, typename Cached>() {
         const auto plan_rows = [&](int64_t num_rows) {
-          return with_row_tile<Element, kHeadDim, Cached>(num_rows, [&]<typename Config>() {
-            Plan plan;
-            plan.row_tile = Config::kRows;
-            plan.tile_keys = Config::kTileKeys;
-            plan_occupancy<Config>(plan, limits);
-            const int64_t resident = int64_t{plan.blocks_per_sm} * limits.num_sms;
-            const int64_t workers =
-                p.num_workers > 0 ? p.num_workers
-                                  : std::min(most_in_two_levels<Config>(p),
-                                             in_step(resident, num_row_blocks(p, Config::kRows)));
-            plan_workers<Config>(plan, p, limits, std::min(workers, max_workers<Config>(p)),
-                                 resident);
-            plan.workspace = workspace_size<Config>(plan.num_workers);
-            return plan;
-          });
+          return with_row_tile<Element, kHeadDim, Cached>(
+              num_rows, [&]<typename Config>() { return plan_config<Config>(p, limits); });
         };
         Plan plan = plan_rows(num_rows(p));
         // The queries of many rows may leave too little shared memory for the ring.

@@ -46,9 +46,8 @@ struct ScheduleMemory {
 
 // A worker is a cluster of neighbouring blocks (cluster.cuh), or one block.
 constexpr int kMaxClusterBits = 3;  // eight blocks are the most that every device takes
-// With more rows the latency of a merge, which clusters save, is little.
 template <typename Config>
-constexpr bool kFormsClusters = kHasClusters && Config::kRows <= 16;
+constexpr bool kFormsClusters = kHasClusters && Config::kFormsClusters;
 
 template <typename Config>
 __device__ __forceinline__ int cluster_bits(const LaunchParams& params) {

@@ -23,16 +23,16 @@ template <typename Fragments>
 class RowScores {
  public:
   // `keys` are the keys of the whole output. Rows that do not exist see every key, so that they ask
-  // for no mask.
+  // for no mask, as do all where nothing `may_hide`.
   __device__ RowScores(const LaunchParams& params, const OutputRows& rows, const Keys& keys,
-                       int first_row)
+                       int first_row, bool may_hide = true)
       : params_(params), rows_(rows), first_row_(first_row + Fragments::first_row()) {
     const DecodeParams& p = params.decode;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       begin_[i] = 0;
       end_[i] = INT32_MAX;
-      if (row(i) >= rows.count) continue;
+      if (!may_hide || row(i) >= rows.count) continue;
       begin_[i] = keys.begin;
       end_[i] = keys.end;
       if (p.seqlen_q > 1) {
@@ -48,6 +48,18 @@ class RowScores {
   // where its row does not see the key. Returns whether there is such a row in the warp.
   template <int kBlocks, typename Tile>
   __device__ bool apply(float (&s)[kBlocks][4], int first_key, const Tile& tile) const {
+    find_scores(s, first_key, tile);
+    const int last_key = first_key + Fragments::kBlockKeys * kBlocks - 1;
+    const bool sees_all =
+        max(begin_[0], begin_[1]) <= first_key && last_key < min(end_[0], end_[1]);
+    const bool hides = __any_sync(0xffffffff, !sees_all);
+    if (hides) hide(s, first_key, -INFINITY);
+    return hides;
+  }
+
+  // The same of keys that rows see.
+  template <int kBlocks, typename Tile>
+  __device__ void find_scores(float (&s)[kBlocks][4], int first_key, const Tile& tile) const {
     const DecodeParams& p = params_.decode;
     const float scale[2] = {p.softmax_scale * tile.product_unit(0),
                             p.softmax_scale * tile.product_unit(1)};
@@ -59,12 +71,6 @@ class RowScores {
       for_each(s, [&](float x, int row, int) { return outer * tanhf(x * inner[row]); });
     }
     if (p.alibi_slopes != nullptr) add_alibi(s, key);
-    const int last_key = first_key + Fragments::kBlockKeys * kBlocks - 1;
-    const bool sees_all =
-        max(begin_[0], begin_[1]) <= first_key && last_key < min(end_[0], end_[1]);
-    const bool hides = __any_sync(0xffffffff, !sees_all);
-    if (hides) hide(s, first_key, -INFINITY);
-    return hides;
   }
 
   // Puts `nothing` where a row does not see the key.

@@ -67,6 +67,10 @@ struct TileConfig {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kKeyGroups = kWarps / kGroupWarps;
   static constexpr int kWarpColumns = kValueColumns / kColumnGroups;  // of V and o
+  // With more rows the latency of a merge, which clusters of blocks save, is little.
+  static constexpr bool kFormsClusters = kRows <= 16;
+  static constexpr bool kUsesWgmma = false;
+  static constexpr int kMaxBlocks = kWarps == 4 ? 2 : 1;  // of a multiprocessor, by registers
 
   // The columns of q and K that a warp multiplies, in pieces of 16. Of latents column groups take
   // them in turn: equal parts would not begin at whole groups of the chunks that TileRows permutes.

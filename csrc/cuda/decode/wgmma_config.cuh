@@ -25,12 +25,17 @@ struct WgmmaConfig {
   using Cached = Element;
   static constexpr int kHeadDim = kHeadDim_, kRows = kRows_;
   // As in TileConfig.
-  static constexpr bool kValuesInKeys = true;
-  static constexpr int kValueColumns = 512;
+  static constexpr bool kValuesInKeys = kHeadDim > 256;
+  static constexpr int kValueColumns = kValuesInKeys ? 512 : kHeadDim;
+  static constexpr bool kFormsClusters = false;
+  static constexpr bool kUsesWgmma = true;
 
   static constexpr int kConsumerWarps = 4, kConsumers = 32 * kConsumerWarps;  // the first threads
   static constexpr int kThreads = kConsumers + 32;
   static constexpr int kWarps = kThreads / 32;
+  // While one block has its softmax another one multiplies, if there is room for the registers of
+  // both: of ten warps, three are on one of the four schedulers, with 168 registers of a thread.
+  static constexpr int kMaxBlocks = kRows * kValueColumns <= 64 * 64 ? 2 : 1;
 
   static constexpr int kTileKeys = kWgmmaTileKeys;
   static constexpr int kBoxColumns = kWgmmaBoxColumns;
@@ -38,17 +43,22 @@ struct WgmmaConfig {
   static constexpr int kQueryBoxBytes = kRows * kBoxRowBytes;
   static constexpr int kKeyBoxes = kHeadDim / kBoxColumns;
   static constexpr int kValueBoxes = kValueColumns / kBoxColumns;
-  static constexpr int kStageBytes = kKeyBoxes * kBoxBytes;  // of the ring
-  static constexpr int kMaxStages = 6;
+
+  // A stage of the ring: the boxes of K, and then those of V, unless they are the first ones of K.
+  static constexpr int kValues = kValuesInKeys ? 0 : kKeyBoxes * kBoxBytes;
+  static constexpr int kStageBoxes = kKeyBoxes + (kValuesInKeys ? 0 : kValueBoxes);
+  static constexpr int kStageBytes = kStageBoxes * kBoxBytes;
+  static constexpr int kMaxStages = 4;
 
   // Offsets in dynamic shared memory, the ring last: its length is the plan's. Weights, [kRows] of
-  // a tile's keys each, take the place of the scratch memory, which is for the end of an output.
+  // a tile's keys each, and statistics, [kConsumerWarps][kRows], take the place of the scratch
+  // memory, which is for the end of an output.
   static constexpr int kQueries = 0;
   static constexpr int kScratch = kQueries + kKeyBoxes * kQueryBoxBytes;
   static constexpr int kWeights = kScratch;
-  static_assert(kRows * kBoxRowBytes <= kFixupScratchBytes);
-  static constexpr int kStatistics = kScratch + kFixupScratchBytes;  // [kConsumerWarps][kRows]
-  static constexpr int kBarriers = kStatistics + kConsumerWarps * kRows * 4;
+  static constexpr int kStatistics = kWeights + kRows * kBoxRowBytes;
+  static constexpr int kBarriers =
+      std::max(kScratch + kFixupScratchBytes, kStatistics + kConsumerWarps * kRows * 4);
   static constexpr int kSchedule = kBarriers + 2 * kMaxStages * 8;
   static constexpr int kScheduleBytes = 512;  // lean_decode_wgmma.cuh asserts what it needs
   static constexpr int kRing = (kSchedule + kScheduleBytes + 1023) / 1024 * 1024;
@@ -56,34 +66,57 @@ struct WgmmaConfig {
   static constexpr int shared_bytes(int num_stages) { return kRing + num_stages * kStageBytes; }
 };
 
+// Rows of the smallest tile, and of the largest, with which o fills the registers of four warps.
+// Fewer rows than 17 of up to 128 columns are those of other kernels.
+template <int kHeadDim>
+constexpr int kMinWgmmaRows = kHeadDim > 256 ? 16 : 32;
+template <int kHeadDim>
+constexpr int kMaxWgmmaRows = 2 * kMinWgmmaRows<kHeadDim>;
+
 // Calls f.template operator()<Config>() for the smallest tile of at least `num_rows` rows, or the
-// largest there is: o of more would not fit the registers of four warps.
-template <typename Element, int kHeadDim, int kRows = 16, typename F>
+// largest there is.
+template <typename Element, int kHeadDim, int kRows = kMinWgmmaRows<kHeadDim>, typename F>
 auto with_wgmma_rows(int64_t num_rows, F f) {
-  if constexpr (kRows < 32) {
+  if constexpr (kRows < kMaxWgmmaRows<kHeadDim>) {
     if (num_rows > kRows) return with_wgmma_rows<Element, kHeadDim, 2 * kRows>(num_rows, f);
   }
   return f.template operator()<WgmmaConfig<Element, kHeadDim, kRows>>();
 }
 
-// Whether the kernel is for these tensors: latents of contiguous keys, of which there are some, in
-// an order that a tensor map can have.
-inline bool takes_wgmma(const DecodeParams& p) {
-  if (element_size(p.dtype) != 2 || p.kv_dtype != p.dtype || p.head_dim <= 256) return false;
-  if (p.page_table != nullptr || p.seqlen_k == 0) return false;
+// Whether there are keys, and memory that a tensor map can have. Only axes of one element may have
+// strides that it cannot.
+inline bool has_tensor_map(const DecodeParams& p, const int64_t (&strides)[3]) {
   const int64_t sizes[3] = {p.batch, p.num_heads_kv, p.seqlen_k};
   for (int axis = 0; axis < 3; ++axis) {
-    const int64_t bytes = p.k_stride[axis] * element_size(p.kv_dtype);
+    const int64_t bytes = strides[axis] * element_size(p.kv_dtype);
     if (sizes[axis] > 1 && (bytes <= 0 || bytes >= int64_t{1} << 40)) return false;
   }
-  return true;
+  return p.page_table == nullptr && p.seqlen_k > 0;
+}
+
+// Whether the kernel is for these tensors: latents, or 17 to 64 packed rows of up to 128 columns,
+// of contiguous keys.
+inline bool takes_wgmma(const DecodeParams& p) {
+  if (element_size(p.dtype) != 2 || p.kv_dtype != p.dtype) return false;
+  if (!has_tensor_map(p, p.k_stride)) return false;
+  if (p.head_dim > 256) return true;
+  const int64_t rows = int64_t{p.group_size()} * p.seqlen_q;
+  return std::max(p.head_dim, p.head_dim_v) <= 128 && 16 < rows && rows <= 64 &&
+         has_tensor_map(p, p.v_stride);
 }
 
 // Calls f.template operator()<Element, head_dim bucket>() for tensors that the kernel is for.
+template <typename Element, typename F>
+auto with_wgmma_head_dim(int head_dim, F f) {
+  if (head_dim <= 64) return f.template operator()<Element, 64>();
+  if (head_dim <= 128) return f.template operator()<Element, 128>();
+  return f.template operator()<Element, 576>();
+}
 template <typename F>
-auto with_wgmma_instance(DataType dtype, F f) {
-  if (dtype == DataType::kFloat16) return f.template operator()<Float16, 576>();
-  return f.template operator()<BFloat16, 576>();
+auto with_wgmma_instance(const DecodeParams& p, F f) {
+  const int head_dim = std::max(p.head_dim, p.head_dim_v);
+  if (p.dtype == DataType::kFloat16) return with_wgmma_head_dim<Float16>(head_dim, f);
+  return with_wgmma_head_dim<BFloat16>(head_dim, f);
 }
 
 }  // namespace tree_attention::cuda

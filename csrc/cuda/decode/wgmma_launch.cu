@@ -24,18 +24,19 @@ cudaError_t find_encode(Encode& encode) {
   return error;
 }
 
-// The map of the keys as [batch, head, key, column], in boxes of a tile's keys and 64 columns. What
-// lies beyond it is read as zero.
-cudaError_t make_map(CUtensorMap& map, const DecodeParams& p) {
+// The map of keys or values as [batch, head, key, column], in boxes of a tile's keys and 64
+// columns. What lies beyond it is read as zero.
+cudaError_t make_map(CUtensorMap& map, const DecodeParams& p, const void* data, int head_dim,
+                     const int64_t (&in_elements)[3]) {
   constexpr int kRank = 4;
   const cuuint64_t sizes[kRank] = {
-      static_cast<cuuint64_t>(p.head_dim), static_cast<cuuint64_t>(p.seqlen_k),
+      static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(p.seqlen_k),
       static_cast<cuuint64_t>(p.num_heads_kv), static_cast<cuuint64_t>(p.batch)};
   cuuint64_t strides[kRank - 1];
-  cuuint64_t inner = p.head_dim * element_size(p.kv_dtype);  // bytes of what an axis has many of
+  cuuint64_t inner = head_dim * element_size(p.kv_dtype);  // bytes of what an axis has many of
   for (int axis = 0; axis < kRank - 1; ++axis) {
     // An axis of one element may have any stride in a tensor, and in a map none that is smaller.
-    const int64_t bytes = p.k_stride[2 - axis] * element_size(p.kv_dtype);
+    const int64_t bytes = in_elements[2 - axis] * element_size(p.kv_dtype);
     strides[axis] = sizes[axis + 1] > 1 ? static_cast<cuuint64_t>(bytes) : inner;
     inner = strides[axis] * sizes[axis + 1];
   }
@@ -48,7 +49,7 @@ cudaError_t make_map(CUtensorMap& map, const DecodeParams& p) {
       encode(&map,
              p.kv_dtype == DataType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-             kRank, const_cast<void*>(p.k), sizes, strides, box, element_strides,
+             kRank, const_cast<void*>(data), sizes, strides, box, element_strides,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -60,15 +61,18 @@ cudaError_t launch_lean_decode_wgmma(const DecodeParams& p, const Plan& plan,
                                      const Workspace& workspace, cudaStream_t stream) {
   WgmmaParams params;
   params.launch = launch_params(p, plan, workspace);
-  const cudaError_t error = make_map(params.keys, p);
+  cudaError_t error = make_map(params.keys, p, p.k, p.head_dim, p.k_stride);
+  if (error == cudaSuccess && p.head_dim <= 256) {
+    error = make_map(params.values, p, p.v, p.head_dim_v, p.v_stride);
+  }
   if (error != cudaSuccess) return error;
-  return with_wgmma_instance(p.dtype, [&]<typename Element, int kHeadDim>() {
+  return with_wgmma_instance(p, [&]<typename Element, int kHeadDim>() {
     return launch_wgmma_instance<Element, kHeadDim>(params, plan, stream);
   });
 }
 
 cudaError_t find_resident_blocks_wgmma(const DecodeParams& p, const Plan& plan, int* blocks) {
-  return with_wgmma_instance(p.dtype, [&]<typename Element, int kHeadDim>() {
+  return with_wgmma_instance(p, [&]<typename Element, int kHeadDim>() {
     return find_resident_blocks_of_wgmma_instance<Element, kHeadDim>(plan, blocks);
   });
 }

@@ -13,7 +13,8 @@ namespace tree_attention::cuda {
 // The only argument of the kernel.
 struct WgmmaParams {
   LaunchParams launch;
-  CUtensorMap keys;  // and values, which are their first columns
+  CUtensorMap keys;
+  CUtensorMap values;  // unless they are the first columns of the keys
 };
 
 cudaError_t launch_lean_decode_wgmma(const DecodeParams& params, const Plan& plan,
