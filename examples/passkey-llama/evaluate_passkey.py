@@ -160,7 +160,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_xticks(range(len(DEPTHS)), [f"{depth:.0%}" for depth in DEPTHS])
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_xlabel("depth of the key in the prose")
-    axes.set_title("exact answers, held-out prose and keys", loc="left", fontsize=10)
+    axes.set_title("exact answers on held-out prompts; higher is better", loc="left", fontsize=10)
     figure.colorbar(image, ax=axes, format=lambda share, _: f"{share:.0%}")
     figure.tight_layout()
     figure.savefig(path, dpi=100)

@@ -28,7 +28,7 @@ def schedules() -> dict[str, list[list[int]]]:
             [2, 1, 0, 3],
             [3, 1, 3, 5],
         ],
-        "LeanAttention, as lean_schedule deals it": lean,
+        "LeanAttention: equal shares of the tiles": lean,
     }
 
 
@@ -48,7 +48,7 @@ def algorithm_4() -> dict[str, list[list[str]]]:
 
 def draw_schedules(path: Path) -> None:
     data = schedules()
-    with picture(path, data, (1, 3), (9, 2.6), sharey=True, sharex=True) as (panels,):
+    with picture(path, data, (1, 3), (9, 2.9), sharey=True, sharex=True) as (panels,):
         for axes, (name, rows) in zip(panels, data.items(), strict=True):
             clock = [0] * 5
             for worker, head, begin, end in rows:
@@ -60,16 +60,20 @@ def draw_schedules(path: Path) -> None:
                     clock[worker] += 1
             axes.axvline(max(clock), color="black", linestyle="--", linewidth=1)
             axes.text(max(clock) + 0.1, 4.2, f"{max(clock)} tiles", va="center")
-            axes.set_title(name.replace(": ", "\n").replace(", ", "\n"), fontsize=10)
+            axes.set_title(name.replace(": ", "\n"), fontsize=10)
             axes.set(xlabel="time, in tiles", xlim=(0, 6.2), xticks=range(6))
         panels[0].set_yticks(range(5), [f"worker {i}" for i in range(5)])
         panels[0].invert_yaxis()
+        panels[0].figure.suptitle(
+            "Two heads of five tiles. The last worker to end decides: fewer tiles are better",
+            fontsize=11,
+        )
 
 
 def draw_algorithm_4(path: Path) -> None:
     data = algorithm_4()
     kinds = {"right": OURS, "wrong": FIRST, "hangs": SECOND}
-    with picture(path, data, (1, len(data)), (9, 3.4), sharey=True) as (panels,):
+    with picture(path, data, (1, len(data)), (9, 3.7), sharey=True) as (panels,):
         from matplotlib.colors import ListedColormap
         from matplotlib.patches import Patch
 
@@ -92,6 +96,10 @@ def draw_algorithm_4(path: Path) -> None:
             axes.set_title(f"{outputs} output tile{'s' * (outputs != '1')}", fontsize=11)
         panels[0].set(ylabel="CTAs", yticks=range(2, CTAS + 1, 2))
         handles = [Patch(color=colour, label=kind) for kind, colour in kinds.items()]
+        panels[0].figure.suptitle(
+            "LeanAttention's Algorithm 4 as printed, by problem size. CTAs: blocks of threads",
+            fontsize=11,
+        )
         panels[0].figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
 
 

@@ -213,7 +213,7 @@ def test_generate_sdpa_refuses_several_processes() -> None:
         (("--prefill", "split", "--tensor-parallel-size", "2"), "and --prefill split out"),
         (("--device", "cuda"), "--device cuda needs a GPU for each process of this machine, which"),
         (("--tensor-parallel-size", "2"), "must divide the number of processes 1, got 2"),
-        (("--weights", "split", "--prefill", "split"), "deals the prompt to processes that have"),
+        (("--weights", "split", "--prefill", "split"), "divides the prompt among processes that"),
         (("--tensor-parallel-size", "0"), "--tensor-parallel-size must be at least 1, got 0"),
         (("--weight-dtype", "int8", "--weights", "replicated"), "--weight-dtype int8 quantises"),
         (("--weight-dtype", "int4", "--attention", "sdpa"), "leave --attention sdpa and"),

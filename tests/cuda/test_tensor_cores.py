@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tensor cores cut sums off where float32 rounds them: what that costs, on the emulated device."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import emulated
 from emulated import TENSOR_CORES, TensorCore, emulated_operators
 from helpers import assert_same_bits
-from tensor_core_errors import HEAD_DIM, MeanOfValues
+from tensor_core_errors import ALL_ONES, HEAD_DIM, MeanOfValues
 from tree_attention import lean_decode
 
 pytestmark = pytest.mark.parametrize("core", TENSOR_CORES.values(), ids=TENSOR_CORES.keys())
@@ -20,6 +22,20 @@ def test_one_block_of_a_long_context(rows, keys, core):
     assert problem.accuracy(core).right
     cut, rounded = problem.run(core)[0], problem.run(TensorCore())[0]
     assert (cut.abs() <= rounded.abs()).all() and (cut != rounded).any(), "nothing was cut off"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("rows, value", [(8, None), (16, None), (48, None), (16, ALL_ONES)])
+def test_row_of_the_page(rows, value, core):
+    """The shortest contexts in the table of docs/numerics.md; the program writes all rows."""
+    found = MeanOfValues(1 << 16, rows, value).accuracy(core)
+    shown = f"{found.o_error:.1e}" + " WRONG" * (not found.right)
+    values = "about 0.5" if value is None else "2 − 2^-10"  # noqa: RUF001
+    page = (Path(__file__).parents[2] / "docs/numerics.md").read_text()
+    (row,) = (x for x in page.splitlines() if x.startswith(f"| {values} | {rows} | 65,536 |"))
+    column = list(emulated.TENSOR_CORES.values()).index(core)
+    assert row.split(" | ")[4 + column :][0] == shown
+    assert row.endswith(f" {found.o_bound:.1e} |")
 
 
 def test_shorter_contexts_lose_nothing(core):
