@@ -262,8 +262,8 @@ def check_model_options(arguments: argparse.Namespace) -> None:
         )
     if arguments.prefill == "split" and arguments.weights == "split":
         raise UsageError(
-            "--prefill split divides the prompt among processes that have all weights: leave it out "
-            "or take --weights replicated"
+            "--prefill split divides the prompt among processes that have all weights: leave it "
+            "out, or take --weights replicated"
         )
     if arguments.kv_dtype != "auto" and arguments.attention == "sdpa":
         raise UsageError(
