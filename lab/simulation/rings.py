@@ -83,7 +83,7 @@ class _Parts:
     def of(problem: Problem, world_size: int) -> _Parts:
         shape = (problem.batch, problem.heads[0], 1, problem.head_dim)
         q = torch.empty(shape, dtype=problem.dtype, device="meta")
-        shapes = [q[x.place].shape for x in parts_of(q, problem.heads[1], world_size)]
+        shapes = [q[part[:2]].shape for part in parts_of(q, problem.heads[1], world_size)]
         states = [StateLayout(shape[:3], problem.head_dim, torch.float32) for shape in shapes]
         rows = np.array([layout.num_rows for layout in states])
         return _Parts(

@@ -127,13 +127,15 @@ def test_arguments_are_refused_before_anything_is_sent(
     assert_same_bits(decode(q, k, v, group=comm), good)
 
 
-def count_transfers(rank: int, world_size: int, name: str) -> tuple[list[int], int]:
-    """The transfers that are under way in each call of lean_decode, and after the last."""
+def count_transfers(rank: int, world_size: int, name: str) -> tuple[list[int], int, int]:
+    """The transfers that are under way in each call of lean_decode, and after the last, and the
+    number of deadlines that they have."""
     problem = make_problem(batch=3, seqlen_k=64)
     own = problem.shard(BlockCyclic(world_size, 8), rank)
     comm = Communicator()
     under_way = 0
     during: list[int] = []
+    deadlines: set[float] = set()
     owner = Messages if name == "ring_pass_q_decode" else Link
     start_name = "start" if owner is Messages else "start_shift"
     start, finish = getattr(owner, start_name), owner.finish
@@ -146,6 +148,7 @@ def count_transfers(rank: int, world_size: int, name: str) -> tuple[list[int], i
     def counting_finish(self: Any, *args: Any) -> None:
         nonlocal under_way
         finish(self, *args)
+        deadlines.add(args[-1])
         under_way -= 1
 
     def counting_decode(*args: Any, **options: Any) -> State:
@@ -158,7 +161,7 @@ def count_transfers(rank: int, world_size: int, name: str) -> tuple[list[int], i
         mock.patch.object(baselines, "lean_decode", counting_decode),
     ):
         RINGS[name](own.q, own.k, own.v, group=comm)
-    return during, under_way
+    return during, under_way, len(deadlines)
 
 
 @pytest.mark.parametrize(
@@ -170,5 +173,5 @@ def count_transfers(rank: int, world_size: int, name: str) -> tuple[list[int], i
         ("ring_pass_q_decode", [1, 1, 1]),
     ],
 )
-def test_transfers_overlap_attention(name: str, during: list[int]) -> None:
-    assert run_ranks(count_transfers, 3, name) == [(during, 0)] * 3
+def test_transfers_overlap_attention_and_end_in_time(name: str, during: list[int]) -> None:
+    assert run_ranks(count_transfers, 3, name) == [(during, 0, 1)] * 3

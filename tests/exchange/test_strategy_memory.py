@@ -19,7 +19,8 @@ from distributed import on_ranks, run_ranks, through_the_group
 from test_strategies import BF16, CANONICAL
 from tiers import tiers_of
 from tree_attention import merge_states, ring_decode, ring_pass_q_decode, strategies
-from tree_attention.exchange import MAX_KEPT_BYTES, Communicator
+from tree_attention.exchange import Communicator
+from tree_attention.exchange.transport.buffers import MAX_KEPT_BYTES
 
 
 class Allocations(TorchDispatchMode):

@@ -36,7 +36,7 @@ from .options import (
 )
 from .strategies import StrategyName, candidates, strategies
 from .topk import all_merge_topk
-from .transport.buffers import MAX_KEPT_BYTES, State, StateLayout
+from .transport.buffers import State, StateLayout
 from .transport.deadlines import call_before, remaining
 from .transport.messages import Round
 from .transport.process_group import Link
@@ -44,7 +44,6 @@ from .transport.topology import Topology
 
 __all__ = [
     "DEFAULT_TIMEOUT",
-    "MAX_KEPT_BYTES",
     "MERGE_DEFAULTS",
     "MERGE_SCHEMA",
     "Call",

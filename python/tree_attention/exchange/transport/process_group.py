@@ -231,36 +231,39 @@ class Link:
         if self.replay.is_recording and self.transport_device(tensors[0].device).type == "cpu":
             self.replay.note(step, tensors)
 
-    def start_shift(self, receive: Sequence[Tensor], send: Sequence[Tensor]) -> list[Work]:
+    def start_shift(
+        self, receive: Sequence[Tensor | None], send: Sequence[Tensor | None]
+    ) -> list[Work]:
         """Starts sending `send` to the next rank and receiving `receive` from the previous one.
 
-        Contiguous, in memory that `transport_device` names. Empty tensors are not sent.
+        Contiguous, in memory that `transport_device` names. None and empty tensors are not sent.
         """
         group = self.group
-        receive, send = _messages_of(receive), _messages_of(send)
+        arriving, leaving = _messages_of(receive), _messages_of(send)
         previous, following = self._neighbours()
         with self.operation("start of a shift"):
             try:
                 operations = [
                     dist.P2POp(start, tensor, group=group, group_peer=peer, tag=tag)
                     for start, tensors, peer in (
-                        (dist.isend, send, following),
-                        (dist.irecv, receive, previous),
+                        (dist.isend, leaving, following),
+                        (dist.irecv, arriving, previous),
                     )
                     for tag, tensor in enumerate(tensors, self.first_tag)
                 ]
             except ValueError as error:  # as somebody else keeps the group
                 raise RuntimeError("the process group was destroyed") from error
             works = dist.batch_isend_irecv(operations) if operations else []
-        self.bytes_sent += sum(tensor.nbytes for tensor in send)
+        self.bytes_sent += sum(tensor.nbytes for tensor in leaving)
         return works
 
-    def finish(self, works: Sequence[Work], device: torch.device, deadline: float) -> None:
-        """Waits for what `start_shift` started."""
+    def finish(self, works: list[Work], device: torch.device, deadline: float) -> None:
+        """Waits for what `start_shift` started, and lets its tensors go."""
         start = time.perf_counter()
         previous, following = self._neighbours()
         for work in works:
             self.wait(work, device, deadline, f"shift from rank {previous} or to rank {following}")
+        works.clear()
         self.seconds += time.perf_counter() - start
 
     def operation(self, name: str, is_counted: bool = True) -> AbstractContextManager[None]:
@@ -384,11 +387,14 @@ class _Operation(AbstractContextManager[None]):
             self._link.seconds += time.perf_counter() - self._start
 
 
-def _messages_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that are not empty; where torch counts messages, also a byte for each empty one."""
-    if not is_watched():
-        return [x for x in tensors if x.numel()]
-    return [x if x.numel() else x.new_empty(1) for x in tensors]
+def _messages_of(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Tensors that are not empty; where torch counts messages, a byte for each other one too."""
+    messages = [x for x in tensors if x is not None and x.numel()]
+    if is_watched():
+        device = next(x.device for x in tensors if x is not None)
+        nothing = torch.empty(1, dtype=torch.uint8, device=device)
+        messages += [nothing] * (len(tensors) - len(messages))
+    return messages
 
 
 def _with_timeout(options: _Options, deadline: float) -> _Options:
