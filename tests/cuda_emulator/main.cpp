@@ -71,6 +71,8 @@ void test_decode_wgmma();
 void test_decode_wgmma_short();
 void test_decode_wgmma_rows();
 void test_decode_wgmma_rows_short();
+void test_decode_wgmma_pages();
+void test_decode_wgmma_pages_short();
 void test_decode_plans_of_wgmma();
 
 void race_no_barrier();
@@ -110,6 +112,8 @@ int main(int argc, char** argv) {
             {"decode_wgmma_short", test_decode_wgmma_short},
             {"decode_wgmma_rows", test_decode_wgmma_rows},
             {"decode_wgmma_rows_short", test_decode_wgmma_rows_short},
+            {"decode_wgmma_pages", test_decode_wgmma_pages},
+            {"decode_wgmma_pages_short", test_decode_wgmma_pages_short},
             {"decode_plans_of_wgmma", test_decode_plans_of_wgmma},
             {"fixup_short", test_fixup_short},
             {"split_ranges", test_split_ranges},

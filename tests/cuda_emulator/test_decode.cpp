@@ -548,6 +548,18 @@ void test_decode_wgmma_rows_short() {
   check_wgmma({1, 2, 11, 5, 150, 56, 40, kBFloat16, 0, true, 2.0f, true}, {2}, 1);
 }
 
+// Pages of a run of a tile, of a part that is no power of two, and of several tiles; ranges that
+// begin and end within a run, or are empty; gaps.
+void test_decode_wgmma_pages_short() {
+  for (const int page_size : {16, 48, 64, 96}) {
+    check_wgmma({3, 2, 20, 1, 288 + 96 * (page_size == 64), 64, 64, kBFloat16, page_size, false,
+                 0.0f, true},
+                {2}, 1);
+  }
+  check_wgmma({2, 1, 6, 6, 224, 64, 56, kBFloat16, 32, true, 2.0f, true}, {1, 3}, 2);
+  check_wgmma({1, 1, 40, 1, 64 * 9, 64, 64, kBFloat16, 16}, {1, 2}, 1);
+}
+
 // Every length about a tile, both dtypes, blocks of rows, levels of merges, and fewer columns.
 void test_decode_wgmma() {
   for (const int seqlen_k : {1, 63, 64, 65, 129}) {
@@ -584,6 +596,17 @@ void test_decode_wgmma_rows() {
   check_wgmma(with_gap, {2}, 2);
 }
 
+void test_decode_wgmma_pages() {
+  for (const int page_size : {16, 32, 64, 128}) {
+    check_wgmma({2, 1, 16, 1, 384, 576, 512, kBFloat16, page_size, false, 0.0f, true}, {0, 3}, 2);
+    check_wgmma({2, 2, 33, 1, 256, 128, 128, kFloat16, page_size, false, 0.0f, true}, {0, 3}, 2);
+  }
+  check_wgmma({1, 1, 32, 2, 240, 576, 512, kFloat16, 48, true, 3.0f, true}, {2}, 2);
+  Shape with_gap{2, 2, 20, 1, 160, 128, 96, kBFloat16, 32};
+  with_gap.gap = 8;
+  check_wgmma(with_gap, {2}, 2);
+}
+
 // Which calls take the kernel on a Hopper.
 void test_decode_plans_of_wgmma() {
   CHECK(!uses_wgmma({1, 2, 16, 1, 65, 128, 128, kBFloat16}), "16 rows");
@@ -595,6 +618,10 @@ void test_decode_plans_of_wgmma() {
   CHECK(!uses_wgmma({1, 2, 20, 1, 0, 128, 128, kBFloat16}), "no keys");
   CHECK(!uses_wgmma({1, 2, 20, 1, 65, 128, 128, kFloat32}), "float32");
   CHECK(!uses_wgmma({1, 2, 20, 1, 65, 128, 128, kBFloat16, 0, false, 0.0f, false, kInt8}), "int8");
+  CHECK(uses_wgmma({1, 2, 20, 1, 96, 128, 128, kBFloat16, 48}), "pages of 48");
+  CHECK(!uses_wgmma({1, 2, 20, 1, 96, 128, 128, kBFloat16, 8}), "pages of 8");
+  CHECK(!uses_wgmma({1, 2, 20, 1, 96, 128, 128, kBFloat16, 24}), "pages of 24");
+  CHECK(!uses_wgmma({1, 2, 20, 1, 0, 128, 128, kBFloat16, 16}), "no pages");
   const auto with_strides = [](int64_t of_keys, int64_t of_values) {
     DecodeCase decode({2, 1, 20, 1, 65, 128, 128, kBFloat16}, 0);
     DecodeParams params = decode.params(0);

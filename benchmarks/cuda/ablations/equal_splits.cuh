@@ -16,8 +16,8 @@ struct SplitParams {
 };
 
 template <typename Config>
-__device__ int num_splits(const Keys& keys, int max_splits) {
-  return max(1, min(Units<Config>::num_tiles(keys), max_splits));
+__device__ int num_splits(const Units<Config>& units, int unit, int max_splits) {
+  return max(1, min(units.num_tiles(units.keys(unit)), max_splits));
 }
 
 // Writes this block's part of its output's place on the line. Returns the number of splits of the
@@ -27,9 +27,10 @@ __device__ int take_split(const SplitParams& params, BlockRange& range) {
   const int num_heads_kv = params.launch.decode.num_heads_kv;
   const int output = blockIdx.x / params.max_splits, split = blockIdx.x % params.max_splits;
   const int unit = output / num_heads_kv, head_kv = output % num_heads_kv;
-  const Keys keys = Units<Config>(params.launch).keys(unit);
-  const int64_t tiles = Units<Config>::num_tiles(keys);
-  const int64_t splits = num_splits<Config>(keys, params.max_splits);
+  const Units<Config> units(params.launch);
+  const Keys keys = units.keys(unit);
+  const int64_t tiles = units.num_tiles(keys);
+  const int64_t splits = num_splits(units, unit, params.max_splits);
   if (split >= splits) return 0;
   if (threadIdx.x == 0) {
     // The first split also has the output's overhead, so that it owns an output without keys.
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const DecodeParams& p = params.decode;
   const Units<Config> units(params);
   const int unit = blockIdx.x / p.num_heads_kv;
-  const int splits = num_splits<Config>(units.keys(unit), split_params.max_splits);
+  const int splits = num_splits(units, unit, split_params.max_splits);
   if (splits == 1) return;  // stored already
   const OutputRows rows = units.rows(unit, blockIdx.x % p.num_heads_kv);
   const PartialStates states(params.workspace.partials, Config::kRows, p.head_dim_v);

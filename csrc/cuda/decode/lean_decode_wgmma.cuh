@@ -15,6 +15,53 @@
 
 namespace tree_attention::cuda {
 
+// The runs of a tile's keys that follow one another in a tensor of the maps: all of a tile, or
+// those of some slots of a page each. Runs without a key of the output are not copied.
+template <typename Config>
+class TileRuns {
+ public:
+  // With pages, reads where the runs are.
+  __device__ TileRuns(const LaunchParams& params, const OutputRows& rows, int first_key,
+                      int end_key)
+      : length_(Config::kTileKeys), count_(1) {
+    const DecodeParams& p = params.decode;
+    places_[0] = {first_key, rows.batch};
+    if (p.page_table == nullptr) return;
+    const int32_t* const pages =
+        p.page_table + rows.batch * p.page_table_stride[0] + rows.head_kv * p.page_table_stride[1];
+    length_ = Config::keys_of_run(params.page_size.divisor);
+    count_ = (min(end_key - first_key, Config::kTileKeys) + length_ - 1) / length_;
+#pragma unroll
+    for (int run = 0; run < kMost; ++run) {
+      if (run >= count_) break;
+      const int key = first_key + run * length_, entry = params.page_size.quotient(key);
+      places_[run] = {key - entry * static_cast<int>(params.page_size.divisor), pages[entry]};
+    }
+  }
+
+  __device__ uint32_t num_bytes() const {
+    return count_ * length_ * kBoxRowBytes * Config::kStageBoxes;
+  }
+
+  // Calls request(offset in a box, key or slot, batch or page) for each run.
+  template <typename Request>
+  __device__ __forceinline__ void for_each(Request request) const {
+#pragma unroll
+    for (int run = 0; run < kMost; ++run) {
+      if (run >= count_) break;
+      request(run * length_ * kBoxRowBytes, places_[run].key, places_[run].outer);
+    }
+  }
+
+ private:
+  static constexpr int kMost = Config::kTileKeys / Config::kMinRunKeys;
+
+  int length_, count_;
+  struct {
+    int key, outer;
+  } places_[kMost];
+};
+
 // Requests all tiles of the block, each when a stage is free, across outputs. To be called by one
 // thread.
 template <typename Config>
@@ -22,22 +69,26 @@ __device__ void request_tiles(const WgmmaParams& params, const OutputCursor<Conf
                               WgmmaRing<Config> ring) {
   TileCursor<Config> next(first);
   for (next.next(); !next.done(); next.next()) {
+    const OutputRows rows = next.output().rows();
+    // Pages are read while the stage is not empty.
+    const TileRuns<Config> runs(params.launch, rows, next.first_key(), next.output().keys().end);
     // Without this: a stage is filled that warps still read.
     ring.wait_until_empty();
-    const OutputRows rows = next.output().rows();
     // Without this: the phase ends before the tile is there.
-    mbarrier_arrive_expect_tx(ring.full(), Config::kStageBytes);
-    const auto request = [&](int offset, const CUtensorMap& map, int num_boxes) {
-      for (int box = 0; box < num_boxes; ++box) {
-        cp_async_bulk_tensor_4d(ring.address() + offset + box * Config::kBoxBytes, &map,
-                                box * Config::kBoxColumns, next.first_key(), rows.head_kv,
-                                rows.batch, ring.full());
+    mbarrier_arrive_expect_tx(ring.full(), runs.num_bytes());
+    runs.for_each([&](int in_box, int key, int outer) {
+      const auto request = [&](int offset, const CUtensorMap& map, int num_boxes) {
+#pragma unroll 1
+        for (int box = 0; box < num_boxes; ++box) {
+          cp_async_bulk_tensor_4d(ring.address() + offset + box * Config::kBoxBytes + in_box, &map,
+                                  box * Config::kBoxColumns, key, rows.head_kv, outer, ring.full());
+        }
+      };
+      request(0, params.keys, Config::kKeyBoxes);
+      if constexpr (!Config::kValuesInKeys) {
+        request(Config::kValues, params.values, Config::kValueBoxes);
       }
-    };
-    request(0, params.keys, Config::kKeyBoxes);
-    if constexpr (!Config::kValuesInKeys) {
-      request(Config::kValues, params.values, Config::kValueBoxes);
-    }
+    });
     ring.advance();
   }
 }
@@ -98,8 +149,8 @@ __device__ void hide_values(const LaunchParams& params, const OutputRows& rows, 
   for (int i = threadIdx.x; i < Config::kValueBoxes * Config::kBoxBytes / 16;
        i += Config::kConsumers) {
     const int key = first_key + i / (kBoxRowBytes / 16) % Config::kTileKeys;
-    const bool is_seen =
-        key < keys.end && (!keys.has_gaps || Units<Config>::is_seen(params, rows, key));
+    const bool is_seen = keys.begin <= key && key < keys.end &&
+                         (!keys.has_gaps || Units<Config>::is_seen(params, rows, key));
     if (!is_seen) store_shared(reinterpret_cast<float*>(values + 16 * i), Float4{});
   }
 }
@@ -139,7 +190,8 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
       for (int c = 0; c < 4; ++c) s[4 * block + c] = of_block[0][c];
     }
     softmax.raise(s, tile);
-    if (may_hide && (keys.has_gaps || tile_key + Config::kTileKeys > keys.end)) {
+    const bool has_all = keys.begin <= tile_key && tile_key + Config::kTileKeys <= keys.end;
+    if (may_hide && (keys.has_gaps || !has_all)) {
       hide_values<Config>(params, rows, keys, tile_key, shared + ring.offset() + Config::kValues);
       __syncwarp();
     }

@@ -36,9 +36,11 @@ class OutputCursor {
 
   // Keys and number of tiles of the whole output.
   __device__ const Keys& keys() const { return keys_; }
-  __device__ int num_tiles() const { return Units<Config>::num_tiles(keys_); }
+  __device__ int num_tiles() const { return Units<Config>(params_).num_tiles(keys_); }
 
-  __device__ int first_key(int tile) const { return keys_.begin + tile * Config::kTileKeys; }
+  __device__ int first_key(int tile) const {
+    return Units<Config>(params_).tiles_begin(keys_) + tile * Config::kTileKeys;
+  }
 
   // The tiles of this output that the block computes: every tile_step() from tile_begin() on, below
   // tile_end().

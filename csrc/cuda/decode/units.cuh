@@ -74,8 +74,18 @@ class Units {
     return false;
   }
 
-  static __device__ int num_tiles(const Keys& keys) {
-    return (keys.end - keys.begin + Config::kTileKeys - 1) / Config::kTileKeys;
+  // Where the first tile of keys begins.
+  __device__ int tiles_begin(const Keys& keys) const {
+    if constexpr (Config::kUsesWgmma) {
+      // Copies take runs of a page's slots whole. Keys of an empty range make no tile.
+      const int begin = keys.begin & -Config::keys_of_run(params_.page_size.divisor);
+      return keys.begin < keys.end ? begin : keys.end;
+    }
+    return keys.begin;
+  }
+
+  __device__ int num_tiles(const Keys& keys) const {
+    return (keys.end - tiles_begin(keys) + Config::kTileKeys - 1) / Config::kTileKeys;
   }
 
  private:

@@ -13,7 +13,13 @@
 
 namespace tree_attention::cuda {
 
-constexpr int kWgmmaTileKeys = 64, kWgmmaBoxColumns = 64;
+constexpr int kWgmmaTileKeys = 64, kWgmmaBoxColumns = 64, kMinWgmmaRunKeys = 16;
+
+// The keys of a copy from pages of so many slots: as many neighbours of a tile as divide a page.
+TREE_ATTENTION_HOST_DEVICE int keys_of_wgmma_run(int page_size) {
+  const int power_of_two = page_size & -page_size;
+  return power_of_two < kWgmmaTileKeys ? power_of_two : kWgmmaTileKeys;
+}
 
 // Four warps multiply together. Keys are the 64 lines of a product and packed rows its columns, so
 // that no product is spent on rows that do not exist. One more thread requests the tiles.
@@ -43,6 +49,11 @@ struct WgmmaConfig {
   static constexpr int kQueryBoxBytes = kRows * kBoxRowBytes;
   static constexpr int kKeyBoxes = kHeadDim / kBoxColumns;
   static constexpr int kValueBoxes = kValueColumns / kBoxColumns;
+
+  static constexpr int kMinRunKeys = kMinWgmmaRunKeys;
+  static TREE_ATTENTION_HOST_DEVICE int keys_of_run(int page_size) {
+    return keys_of_wgmma_run(page_size);
+  }
 
   // A stage of the ring: the boxes of K, and then those of V, unless they are the first ones of K.
   static constexpr int kValues = kValuesInKeys ? 0 : kKeyBoxes * kBoxBytes;
@@ -83,21 +94,33 @@ auto with_wgmma_rows(int64_t num_rows, F f) {
   return f.template operator()<WgmmaConfig<Element, kHeadDim, kRows>>();
 }
 
-// Whether there are keys, and memory that a tensor map can have. Only axes of one element may have
+// Sizes of k and v without their columns, in the order of their strides.
+struct KeySizes {
+  int64_t outer, heads, keys;  // batch and keys, or pages and slots
+
+  explicit KeySizes(const DecodeParams& p)
+      : outer(p.page_table == nullptr ? p.batch : p.num_pages),
+        heads(p.num_heads_kv),
+        keys(p.page_table == nullptr ? p.seqlen_k : p.page_size) {}
+};
+
+// Whether memory with these strides can have a tensor map. Only axes of one element may have
 // strides that it cannot.
 inline bool has_tensor_map(const DecodeParams& p, const int64_t (&strides)[3]) {
-  const int64_t sizes[3] = {p.batch, p.num_heads_kv, p.seqlen_k};
-  for (int axis = 0; axis < 3; ++axis) {
-    const int64_t bytes = strides[axis] * element_size(p.kv_dtype);
-    if (sizes[axis] > 1 && (bytes <= 0 || bytes >= int64_t{1} << 40)) return false;
-  }
-  return p.page_table == nullptr && p.seqlen_k > 0;
+  const KeySizes sizes(p);
+  const auto is_possible = [&](int64_t size, int64_t stride) {
+    const int64_t bytes = stride * element_size(p.kv_dtype);
+    return size == 1 || (size > 1 && bytes > 0 && bytes < int64_t{1} << 40);
+  };
+  return is_possible(sizes.outer, strides[0]) && is_possible(sizes.heads, strides[1]) &&
+         is_possible(sizes.keys, strides[2]);
 }
 
 // Whether the kernel is for these tensors: latents, or 17 to 64 packed rows of up to 128 columns,
-// of contiguous keys.
+// of some keys that are contiguous or in pages of a multiple of 16 slots.
 inline bool takes_wgmma(const DecodeParams& p) {
-  if (element_size(p.dtype) != 2 || p.kv_dtype != p.dtype) return false;
+  if (element_size(p.dtype) != 2 || p.kv_dtype != p.dtype || p.seqlen_k == 0) return false;
+  if (p.page_table != nullptr && p.page_size % kMinWgmmaRunKeys != 0) return false;
   if (!has_tensor_map(p, p.k_stride)) return false;
   if (p.head_dim > 256) return true;
   const int64_t rows = int64_t{p.group_size()} * p.seqlen_q;

@@ -24,14 +24,15 @@ cudaError_t find_encode(Encode& encode) {
   return error;
 }
 
-// The map of keys or values as [batch, head, key, column], in boxes of a tile's keys and 64
-// columns. What lies beyond it is read as zero.
+// The map of keys or values as [batch or page, head, key or slot, column], in boxes of a run of
+// keys (TileRuns) and 64 columns. What lies beyond it is read as zero.
 cudaError_t make_map(CUtensorMap& map, const DecodeParams& p, const void* data, int head_dim,
                      const int64_t (&in_elements)[3]) {
   constexpr int kRank = 4;
+  const KeySizes of_keys(p);
   const cuuint64_t sizes[kRank] = {
-      static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(p.seqlen_k),
-      static_cast<cuuint64_t>(p.num_heads_kv), static_cast<cuuint64_t>(p.batch)};
+      static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(of_keys.keys),
+      static_cast<cuuint64_t>(of_keys.heads), static_cast<cuuint64_t>(of_keys.outer)};
   cuuint64_t strides[kRank - 1];
   cuuint64_t inner = head_dim * element_size(p.kv_dtype);  // bytes of what an axis has many of
   for (int axis = 0; axis < kRank - 1; ++axis) {
@@ -40,7 +41,8 @@ cudaError_t make_map(CUtensorMap& map, const DecodeParams& p, const void* data, 
     strides[axis] = sizes[axis + 1] > 1 ? static_cast<cuuint64_t>(bytes) : inner;
     inner = strides[axis] * sizes[axis + 1];
   }
-  const cuuint32_t box[kRank] = {kWgmmaBoxColumns, kWgmmaTileKeys, 1, 1};
+  const int run = p.page_table == nullptr ? kWgmmaTileKeys : keys_of_wgmma_run(p.page_size);
+  const cuuint32_t box[kRank] = {kWgmmaBoxColumns, static_cast<cuuint32_t>(run), 1, 1};
   const cuuint32_t element_strides[kRank] = {1, 1, 1, 1};
   Encode encode;
   const cudaError_t error = find_encode(encode);
