@@ -273,7 +273,7 @@ def change(rank: int, world_size: int, most_rows: int | None, layout: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "world_size, most_rows", tiers([(1, 0), (2, None)], [(1, None), (2, 0), (3, None), (3, 0)])
+    "world_size, most_rows", tiers([(1, 0), (2, None)], [(1, None), (2, 0), (3, 0)])
 )
 def test_changes_of_a_cache(world_size: int, most_rows: int | None) -> None:
     """Crop, copies, rows that are chosen and repeated, and reset."""
