@@ -42,7 +42,7 @@ with joined_world(timeout=60) as world:
 
 @pytest.mark.parametrize(
     ("kind", "dying", "num_agents"),
-    [("c10d", 0, 2), ("c10d", 1, 2), ("static", 0, 2), ("static", 1, 2), ("c10d", 1, 1)],
+    [("c10d", 0, 2), ("c10d", 1, 2), ("static", 1, 2), ("c10d", 1, 1)],
 )
 def test_a_rank_that_is_lost(kind: str, dying: int, num_agents: int, tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
