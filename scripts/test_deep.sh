@@ -9,5 +9,7 @@
 source "$(dirname "$0")/setup"
 install requirements-docs.txt
 install requirements-cute.txt "headers alone" --no-deps
+say "Compiling the emulated device, which takes two cores two minutes, once"
+PYTHONPATH=. "$PYTHON" tests/compile_first.py
 say "Deep tests"
 exec "$PYTHON" -m pytest -n 3 --dist worksteal -m deep "$@"

@@ -8,7 +8,7 @@ from compilation import ROOT, Compiler
 
 BUILD = ROOT / "build" / "cuda_emulator"
 FLAGS = [
-    *("-std=c++20", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
+    *("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Wno-unknown-pragmas"),
     *("-Itests/cuda_emulator", "-Itests/cpp", "-Icsrc", "-I.", "-DTREE_ATTENTION_WGMMA"),
 ]

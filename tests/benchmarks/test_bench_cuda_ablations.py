@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import emulated
-import emulator_build
+import emulated_ablations
 from bench_problems import SMALL, make_inputs, measure_on_cpu
 from benchmarks.cuda import ablations, machine, peers, predict, stamps, timing
 from benchmarks.cuda.cases import LATENT, QUERIES, CudaCase
@@ -23,22 +23,7 @@ from tree_attention import lean_decode
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> None:
-    """Of the sources that `ablations.build` compiles, but for those that need a driver."""
-    kernels, others = [], []
-    own = [ablations.FOLDER / name for name in ablations.SOURCES if name != "ops.cpp"]
-    for path in [*own, *(ablations.ROOT / name for name in ablations.PRODUCT_SOURCES)]:
-        (kernels if path.suffix == ".cu" else others).append(path)
-    others.remove(ablations.ROOT / "csrc/cuda/decode/workspaces.cpp")
-    others.append(ablations.ROOT / "tests/cuda_emulator/ablations_extension.cpp")
-    objects = emulator_build.COMPILER.compile([*emulator_build.EMULATOR, *map(relative, kernels)])
-    objects += emulated.COMPILER.compile([*map(relative, others)])
-    libraries = [f"-L{emulated.TORCH}/lib", "-ltorch_cpu", "-lc10"]
-    library = emulated.COMPILER.link("ablations.so", objects, ["-shared", *libraries])
-    torch.ops.load_library(library)
-
-
-def relative(path: Path) -> Path:
-    return path.relative_to(ablations.ROOT)
+    torch.ops.load_library(emulated_ablations.library())
 
 
 @pytest.mark.parametrize(
