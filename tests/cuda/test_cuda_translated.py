@@ -66,7 +66,6 @@ class Kernel:
 KERNELS = [
     Kernel("bf16", 8, "decode_short"),
     Kernel("bf16", 16, "decode_short"),
-    Kernel("bf16", 32, "decode_short"),
     Kernel("bf16", 128, "decode_row_blocks"),
     Kernel("bf16", 8, "decode_clusters_short"),
     Kernel("bf16", 8, "decode_128_short", 128),
@@ -74,11 +73,8 @@ KERNELS = [
     Kernel("bf16_int8", 16, "decode_int8_short"),
     Kernel("bf16_int8", 8, "decode_columns_short", 256),
     Kernel("bf16_float8", 8, "decode_float8_short"),
-    Kernel("bf16_float8", 16, "decode_float8_short"),
-    Kernel("bf16", 16, "decode_latents_short", 576),
     Kernel("bf16", 64, "decode_latents_short", 576),
     Kernel("fp16", 16, "decode_float16_latents_short", 576),
-    Kernel("fp16", 64, "decode_float16_latents_short", 576),
 ]
 
 
