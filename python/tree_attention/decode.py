@@ -7,8 +7,8 @@ from typing_extensions import Unpack
 
 from .decode_call import DECODE_DEFAULTS, DECODE_SCHEMA, DecodeCall, DecodeOptions, fake_decode
 from .deterministic import check_size, decode_by_blocks
-from .exchange import MERGE_DEFAULTS, Communicator, check_values, collective, get_communicator
-from .options import AttentionOptions, lists_options
+from .exchange import MERGE_DEFAULTS, Communicator, collective, get_communicator
+from .options import AttentionOptions, check_values, lists_options
 
 
 @lists_options(DecodeOptions, DECODE_DEFAULTS, AttentionOptions)

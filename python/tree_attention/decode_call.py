@@ -14,19 +14,19 @@ from .exchange import (
     ExchangeOptions,
     MergeOptions,
     Signature,
-    check_values,
     fake_merge,
 )
 from .ops import check_decode, lean_decode
 from .options import (
     ATTENTION_DEFAULTS,
     ATTENTION_SCHEMA,
+    OF_QUERIES,
     AttentionOptions,
     check_no_vmap,
     check_option_names,
     check_tensors,
+    check_values,
     fields_of_options,
-    queries_of,
     split_options,
     with_numbers,
 )
@@ -116,4 +116,7 @@ class DecodeCall:
     @property
     def queries(self) -> tuple[Tensor, ...]:
         """Tensors whose values must be equal on all ranks."""
-        return queries_of({"q": self.q, **self.attention})
+        arguments = self.arguments
+        given = [x for name in OF_QUERIES if (x := arguments.get(name)) is not None]
+        # As they are in memory: torch.view_as_real of a conjugate has the other sign there.
+        return tuple(x.resolve_neg() for x in given)

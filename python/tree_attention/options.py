@@ -207,7 +207,7 @@ ARGUMENTS = {
     "num_workers": Argument(is_of_keys=True),
 }
 _COMPARED = [name for name, x in ARGUMENTS.items() if x.is_compared]
-_OF_QUERIES = [name for name, x in ARGUMENTS.items() if x.is_of_queries]
+OF_QUERIES = [name for name, x in ARGUMENTS.items() if x.is_of_queries]
 
 
 def part_of(
@@ -252,6 +252,13 @@ def check_no_vmap(op: str, **tensors: Tensor) -> None:
         if torch._C._functorch.is_batchedtensor(x):
             way = f"call {op} with the batch, which is its first axis"
             raise TypeError(f"{op}: {name} must not be a part that torch.vmap has made: {way}")
+
+
+def check_values(op: str, names: str, *tensors: Tensor) -> None:
+    """Raises ValueError for a tensor of `op` that has a shape alone; `names` are the tensors'."""
+    for x in tensors:
+        if x.is_meta:
+            raise ValueError(f"{op}: {names} must be on a device that holds values, got meta")
 
 
 # Classes of torch itself whose tensors are read as any other: while it compiles, and the result of
@@ -332,16 +339,6 @@ def fields_of_options(options: AttentionOptions) -> tuple[tuple[str, object], ..
         else:
             fields.append((name, None if value is None else float(value)))
     return tuple(fields)
-
-
-def queries_of(arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The tensors whose values all ranks of one call have in common, as they are in memory."""
-    queries: list[Tensor] = []
-    for name in _OF_QUERIES:
-        if (x := arguments.get(name)) is not None:
-            # torch.view_as_real of a conjugate, for example, has the other sign in memory.
-            queries.append(x.resolve_neg())
-    return tuple(queries)
 
 
 _digests: MutableMapping[Tensor, tuple[int | None, str]] = WeakIdKeyDictionary()

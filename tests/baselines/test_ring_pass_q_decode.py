@@ -12,7 +12,8 @@ from torch import Tensor
 from distributed import on_ranks, run_ranks
 from helpers import make_problem, paginate
 from tiers import by_world
-from tree_attention import BlockCyclic, decode_call, ring_pass_q_decode
+from tree_attention import BlockCyclic, ring_pass_q_decode
+from tree_attention.decode_call import DecodeCall
 from tree_attention.exchange import Communicator
 
 State = tuple[Tensor, Tensor]
@@ -40,7 +41,7 @@ def queries_travel(rank: int, world_size: int) -> State:
     own = problem.shard(BlockCyclic(world_size, 4), rank)
     q = torch.full_like(own.q, torch.nan)
     q[:, 2 * rank : 2 * rank + 2] = own.q[:, 2 * rank : 2 * rank + 2]
-    with mock.patch.object(decode_call, "queries_of", return_value=()):  # which would not agree
+    with mock.patch.object(DecodeCall, "queries", ()):  # which would not agree
         result = ring_pass_q_decode(q, own.k, own.v)
     problem.check(*result)
     return result

@@ -31,7 +31,6 @@ from .options import (
     check_options,
     check_state,
     check_timeout,
-    check_values,
     resolve_group,
 )
 from .strategies import StrategyName, candidates, strategies
@@ -70,7 +69,6 @@ __all__ = [
     "check_options",
     "check_state",
     "check_timeout",
-    "check_values",
     "collective",
     "fake_merge",
     "get_communicator",

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._numbers import MAX_SECONDS, as_integers, as_real, boolean, integer, shown
 from ..index import MAX_TOPK, check_cpu
-from ..options import MERGE, check_no_vmap, check_option_names, check_tensors
+from ..options import MERGE, check_no_vmap, check_option_names, check_tensors, check_values
 from .strategies import STRATEGIES, HeadSharding, StrategyName, candidates
 from .transport.buffers import share
 
@@ -247,12 +247,6 @@ def _check_inputs(op: str, **tensors: Tensor) -> None:
         raise ValueError(f"{op}: {names} must be on one device, got {devices}")
     check_values(op, names, *tensors.values())
     check_no_gradient(op, names, *tensors.values())
-
-
-def check_values(op: str, names: str, *tensors: Tensor) -> None:
-    for x in tensors:
-        if x.is_meta:
-            raise ValueError(f"{op}: {names} must be on a device that holds values, got meta")
 
 
 def check_no_gradient(op: str, names: str, *tensors: Tensor) -> None:
