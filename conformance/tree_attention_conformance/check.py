@@ -10,7 +10,7 @@ import numpy as np
 
 from .arrays import default_device, to
 from .cases import DECODE_CASES, MERGE_CASES, DecodeCase, DecodeProblem, MergeCase, views
-from .diagnosis import Report
+from .diagnosis import HEADS_IN_TURN, NO_SCALE, ONE_LESS, ONE_MORE, SCALE_TWICE, Report
 from .outcome import Outcome, run
 from .truth import EPS, Floats, attention, lse_error, merge, row_error
 
@@ -142,18 +142,23 @@ def prepare(case: DecodeCase, world_size: int, dtype: str) -> tuple[DecodeProble
         for rank, shards in enumerate(zip(problem.k_shards, problem.v_shards, strict=True))
     ]
     o_parts, lse_parts = (np.stack(x) for x in zip(*states, strict=True))
-    shifted = _shifted(problem, k, v) if case is DECODE_CASES[0] else {}
-    return problem, Outcome(case, true, (o_parts, lse_parts), *plain_errors, dtype, shifted)
+    mistaken = _mistaken(problem, k, v) if case is DECODE_CASES[0] else {}
+    return problem, Outcome(case, true, (o_parts, lse_parts), *plain_errors, dtype, mistaken)
 
 
-def _shifted(problem: DecodeProblem, k: Floats, v: Floats) -> dict[int, Floats]:
-    """o where the keys of every query end one slot earlier or later."""
-    found = {}
-    for shift in (-1, 1):
-        ranges = problem.key_ranges() + np.array([0, shift], np.int32)
-        o = attention(problem.q, k, v, ranges)[0]
-        o[problem.seq_lens + shift > k.shape[2]] = math.nan
-        found[shift] = o
+def _mistaken(problem: DecodeProblem, k: Floats, v: Floats) -> dict[str, Floats]:
+    """o of engines that see other keys, scale otherwise, or pair the heads otherwise."""
+    q, ranges, found = problem.q, problem.key_ranges(), {}
+    for shift, mistake in ((-1, ONE_LESS), (1, ONE_MORE)):
+        o = attention(q, k, v, ranges + np.array([0, shift], np.int32))[0]
+        o[problem.seq_lens + shift > k.shape[2]] = math.nan  # which have no more slots
+        found[mistake] = o
+    root = q.shape[3] ** 0.5
+    for factor, mistake in ((root, NO_SCALE), (1 / root, SCALE_TWICE)):
+        found[mistake] = attention(factor * q, k, v, ranges)[0]
+    in_turn = np.arange(q.shape[1]).reshape(-1, k.shape[1]).T.ravel()
+    back = np.argsort(in_turn)
+    found[HEADS_IN_TURN] = attention(q[:, in_turn], k, v, ranges)[0][:, back]
     return found
 
 

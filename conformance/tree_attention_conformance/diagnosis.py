@@ -28,6 +28,7 @@ ORDER = (
 EQUAL = "o is the mean of the parts: their weights are exp(lse_part - lse)"
 INVERTED = "the parts are weighted by exp(-lse_part): the sign of lse is wrong"
 LEFT_OUT = "this is the merge without part {}, counted from 0: it is left out"
+TWICE = "this is the merge with part {} twice, counted from 0: each part is merged once"
 ALONE = "this is part {} alone, counted from 0: the others are left out"
 SIGN = "o is right and lse is not: it is max - log(sum of exp(lse_part - max)), where + belongs"
 LARGEST = "o is right and lse is not: it is the largest of the parts', without log(sum of exp)"
@@ -42,6 +43,12 @@ ONE_MORE = (
 ONE_LESS = (
     "the last key is left out: the new token is written first and counted in seq_lens, and its "
     "query sees it"
+)
+NO_SCALE = "the scores lack their scale: q times k is multiplied by head_dim ** -0.5"
+SCALE_TWICE = "the scores are scaled twice: q times k is multiplied by head_dim ** -0.5 once"
+HEADS_IN_TURN = (
+    "query heads take the KV heads in turn: query head h belongs to KV head h // group_size, where "
+    "group_size is num_heads_q // num_heads_kv"
 )
 LSE_ALONE = "o is right and lse is not: it is log(sum of exp(lse_part)), a natural logarithm"
 NO_STATE = (
@@ -158,10 +165,10 @@ def _recognised(x: Outcome, is_plain: bool) -> str:
 def _of_o(x: Outcome) -> str:
     """The mistake of a plain case with a wrong o."""
     o_parts, lse_parts = x.parts
-    for shift, o in x.shifted.items():
+    for mistake, o in x.mistaken.items():
         known = ~np.isnan(o).any(-1)
         if row_error(x.o[known], o[known]) <= max(x.o_bound, _CLOSE):
-            return ONE_MORE if shift > 0 else ONE_LESS
+            return mistake
     for factor, sentence in (
         (math.log(2), BASE_2_FOR_NATURAL),
         (1 / math.log(2), NATURAL_FOR_BASE_2),
@@ -191,6 +198,10 @@ def _of_parts(x: Outcome) -> str:
     for i in every:
         if is_o(merge(*(np.delete(parts, i, 0) for parts in x.parts))[0]):
             return LEFT_OUT.format(i)
+    for i in every:
+        again = np.append(every, i)
+        if is_o(merge(o_parts[again], lse_parts[again])[0]):
+            return TWICE.format(i)
     for order in (every[::-1], *(np.roll(every, shift) for shift in every[1:])):
         if is_o(merge(o_parts, lse_parts[order])[0]):
             return ORDER.format(", ".join(map(str, order)))

@@ -24,8 +24,8 @@ class Outcome:
     plain_o_error: float  # of a plain implementation
     plain_lse_error: float
     dtype: str  # of the inputs
-    # o where every query sees so many slots more, NaN in rows that have no more of them.
-    shifted: Mapping[int, Floats] = field(default_factory=dict)
+    # o of mistakes in attention, by what says them; NaN in rows of which nothing is known.
+    mistaken: Mapping[str, Floats] = field(default_factory=dict)
     passed: bool | None = False  # None: the function raised NotImplementedError
     measured: str = ""  # errors and bounds, or what was raised
     raised: str = ""  # the name of the exception that failed the case

@@ -149,6 +149,11 @@ WRONG_MERGES = {  # the function, the cases that it fails, and what is said of i
         [name for name in MERGE_NAMES if name != SAME],
         say.LEFT_OUT.format(2),
     ),
+    "own part merged twice": (
+        lambda o, lse: merge_states(o[[0, 1, 2, 1]], lse[[0, 1, 2, 1]]),
+        [name for name in MERGE_NAMES if name != SAME],
+        say.TWICE.format(1),
+    ),
     "first part alone": (
         lambda o, lse: (o[0], lse[0]),
         MERGE_NAMES,
@@ -272,6 +277,11 @@ def plain_attention(q, k, v, key_ranges, *, first=None):
     return weights @ v / sums.masked_fill(sums == 0, 1), (sums.log() + first).squeeze(-1)
 
 
+def attend_with_heads_in_turn(q, k, v, key_ranges):
+    k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1, 1) for x in (k, v))
+    return lean_decode(q, k, v, key_ranges, out_dtype=torch.float32)
+
+
 def as_if_dealt_singly(problem, rank):
     slots = problem.bounds[-1]
     dealt = tuple(torch.arange(r, slots, len(problem.slots)) for r in range(len(problem.slots)))
@@ -381,6 +391,21 @@ WRONG_DECODES = {
         sharded(ranges=with_ends(-1)),
         DECODE_NAMES,
         say.ONE_LESS,
+    ),
+    "no scale": (
+        sharded(lambda q, k, v, seen: lean_decode(8 * q, k, v, seen, out_dtype=torch.float32)),
+        [name for name in DECODE_NAMES if name != CANCEL],
+        say.NO_SCALE,
+    ),
+    "scaled by head_dim": (
+        sharded(lambda q, k, v, seen: lean_decode(q / 8, k, v, seen, out_dtype=torch.float32)),
+        [name for name in DECODE_NAMES if name != CANCEL],
+        say.SCALE_TWICE,
+    ),
+    "heads in turn": (
+        sharded(attend_with_heads_in_turn),
+        DECODE_NAMES,
+        say.HEADS_IN_TURN,
     ),
     "lse of no keys is 0": (
         sharded(with_lse_of_no_keys(0.0)),
