@@ -147,8 +147,9 @@ def test_copies_of_the_ablations_are_legal(source, architecture, tmp_path):
     assert found and [kernel.name for kernel in found if unsafe_copies(kernel)] == []
 
 
-# By head_dim: rows, the products of a tile with its keys and with its values, and the copies of each
-# of the four runs of slots that a tile may have: a loop over boxes of K, and one over those of V.
+# By head_dim: rows, the products of a tile with its keys and with its values, and the copies of
+# each of the four runs of slots that a tile may have: a loop over boxes of K, and one over those of
+# V.
 WGMMA_TILES = {576: ((16, 32), 36 + 32, 1), 128: ((32, 64), 8 + 8, 2), 64: ((32, 64), 4 + 4, 2)}
 
 
