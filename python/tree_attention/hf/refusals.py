@@ -86,5 +86,6 @@ def check_cached_prompt(
 def unsupported_cache(name: str) -> NotImplementedError:
     return NotImplementedError(
         f"generate: cache_implementation={name!r} is not supported by an enabled model, whose "
-        "cache is a TreeCache; static, quantized, offloaded and paged caches are not sharded"
+        "cache is a TreeCache: leave it out; enable(model, max_length=...) gives a fixed size, and "
+        "kv_dtype='int8' keys and values of 8 bits"
     )
