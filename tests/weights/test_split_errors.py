@@ -55,7 +55,7 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         (TypeError, "unexpected keyword argument 'spl", partial(hf.from_pretrained, path, split=1)),
         *(
             (ValueError, f"dtype must be .*, got {x!r}", partial(hf.from_pretrained, path, dtype=x))
-            for x in ("bf16", torch.int8)
+            for x in ("bf16", torch.int8, torch.float8_e4m3fn)
         ),
         *(
             (
@@ -285,7 +285,7 @@ def _different(rank: int, world_size: int, paths: list[Path]) -> None:
     # The one says what is wrong with its arguments, and the other what the first one said.
     for name, value, says in (
         ("weights", "int2", "weights must be one of int8, int4 or None, got 'int2'"),
-        ("dtype", torch.int8, "dtype must be a floating dtype of torch, .*, got torch.int8"),
+        ("dtype", torch.int8, "dtype must be one of auto, float32, .*, got torch.int8"),
     ):
         kind = ValueError if rank == 1 else ExchangeError
         with pytest.raises(kind, match=says):

@@ -50,10 +50,10 @@ _DTYPES = {
 def dtype_of(dtype: object) -> torch.dtype | None:
     """The dtype that callers of `from_pretrained` name; None: the checkpoint's."""
     found = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if not (found is None or (isinstance(found, torch.dtype) and found.is_floating_point)):
+    if not (found is None or (isinstance(found, torch.dtype) and found in _DTYPES.values())):
         raise ValueError(
-            f"from_pretrained: dtype must be a floating dtype of torch, one of "
-            f"{', '.join(_DTYPES)}, or None for the checkpoint's, got {shown(dtype)}"
+            f"from_pretrained: dtype must be one of {', '.join(_DTYPES)}, as a name or of torch, "
+            f"or None for the checkpoint's, got {shown(dtype)}"
         )
     return found
 
