@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..weights.split import mesh_of
-from ..weights.text import takes_more_than_text, text_config, text_of
+from ..weights.mesh import Mesh
+from ..weights.text import text_config, text_of
 from .cache.build import has_index, state_kinds
 from .cache.latent import EXPAND, LatentLayer, weight_of
 from .cache.operands import check_taken, no_rows
@@ -19,9 +19,11 @@ from .own_attention import FORWARDS
 from .prompts.forward import rope_of_all_positions
 
 
-def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> bool:
+def check_attention(
+    model: PreTrainedModel, mesh: Mesh | None, cache: TreeCache, prefill: str
+) -> bool:
     """Raises ValueError unless this library can be the attention of `model`, with such a cache and
-    with this `prefill`.
+    with this `prefill`. `mesh`: that splits its weights, or None.
 
     Returns:
         True where the tokens of its prompts can be split over ranks.
@@ -33,7 +35,7 @@ def check_attention(model: PreTrainedModel, cache: TreeCache, prefill: str) -> b
     _check_indexers(name, text, cache)
     _check_keys(name, text, cache.kv_dtype)
     _check_own_forwards(text)
-    return check_split(model, prefill)
+    return check_split(model, mesh, prefill)
 
 
 def check_layers(op: str, model: PreTrainedModel, cache: Any) -> None:
@@ -147,10 +149,10 @@ def _check_own_forwards(text: PreTrainedModel) -> None:
             )
 
 
-def check_split(model: PreTrainedModel, prefill: str = "split") -> bool:
+def check_split(model: PreTrainedModel, mesh: Mesh | None = None, prefill: str = "split") -> bool:
     """True where the tokens of a model's prompts can be split over ranks; raises ValueError where
     they cannot and `prefill` asks for it."""
-    obstacle = _split_obstacle(model)
+    obstacle = _split_obstacle(model, mesh)
     if obstacle is not None and prefill == "split":
         raise ValueError(
             f"enable: prefill='split' is not possible with {type(model).__name__}: {obstacle}; "
@@ -159,9 +161,9 @@ def check_split(model: PreTrainedModel, prefill: str = "split") -> bool:
     return obstacle is None
 
 
-def _split_obstacle(model: PreTrainedModel) -> str | None:
+def _split_obstacle(model: PreTrainedModel, mesh: Mesh | None) -> str | None:
     """The reason why the tokens of a model's prompts cannot be split over ranks, or None."""
-    if mesh_of(model) is not None:
+    if mesh is not None:
         return "its weights are split, so that ranks need each other's tokens in every layer"
     if "forward" in vars(model) and not is_overridden(model, "forward"):
         return "its forward was replaced, by torch.compile or by hooks"
@@ -172,7 +174,7 @@ def _split_obstacle(model: PreTrainedModel) -> str | None:
     for name in ("position_ids", "logits_to_keep"):
         if name not in parameters:
             return f"its forward takes no {name}"
-    if takes_more_than_text(model):
+    if config is not model.config:
         return "it takes images or sound as well as text"
     kind = rope_of_all_positions(config)
     if kind is not None:

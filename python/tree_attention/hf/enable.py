@@ -158,7 +158,7 @@ def check_enable(
     if cache.has_far_keys and place.world_size == 1 and model.device.type != "meta":
         check_device("enable", model.device)
     chosen = _checked_prefill(prefill, cache, mesh)
-    can_split = check_attention(model, cache, chosen)
+    can_split = check_attention(model, mesh, cache, chosen)
     setup = Setup(
         comm,
         new_cache,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..weights.text import takes_more_than_text, text_of
+from ..weights.text import text_of
 from .cache.latent import EXPAND, expand_unless_sharded
 from .generate import REPLACEMENTS, Setup
 from .overrides import override, restore
@@ -46,7 +46,7 @@ def patch(model: PreTrainedModel, setup: Setup, splits_prompts: bool) -> None:
         kind, config = type(model), model.config
         split = split_forward(kind, config, setup.prefill, setup.prompt_shares)
         override(model, "forward", split)
-    if takes_more_than_text(model):
+    if text is not model:
         override(model, "forward", text_alone(model))
 
 
