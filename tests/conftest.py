@@ -19,7 +19,6 @@ from helpers import one_thread
 
 _seed = session._seed
 _share_servers = session._share_servers
-pytest_collection_finish = session.pytest_collection_finish
 
 TESTS = Path(__file__).parent
 # For scripts/test_deep.sh as a whole; the rest of that tier is marked where it stands.

@@ -170,6 +170,4 @@ def _run(
     if program:
         exec(program, {"__name__": "__main__"})
     else:
-        # A server of ranks may have imported it with a module of tests, of which runpy warns.
-        sys.modules.pop("tree_attention.__main__", None)
         runpy.run_module("tree_attention", run_name="__main__", alter_sys=True)

@@ -19,18 +19,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-from distributed import preload, share_servers
+from distributed import share_servers
 
 # The same examples in every run and no deadline: a busy machine fails no test.
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("repeatable")
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have the servers of ranks import the modules of their tests, or each rank would."""
-    modules = {item.module for item in session.items if isinstance(item, pytest.Function)}
-    of_ranks = [x for x in modules if hasattr(x, "run_ranks") or hasattr(x, "on_ranks")]
-    preload(*sorted(module.__name__ for module in of_ranks))
 
 
 @pytest.fixture(autouse=True)

@@ -5,4 +5,3 @@ import session
 
 _seed = session._seed
 _share_servers = session._share_servers
-pytest_collection_finish = session.pytest_collection_finish
