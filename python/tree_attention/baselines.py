@@ -42,7 +42,8 @@ def ring_decode(
     buffers each holds its own shard and two more, one more than Eq. 8 of Tree Attention counts. Key
     heads are not expanded to query heads. With page_table, all pages travel.
 
-    Args, and what is returned and raised: as in `tree_decode`, without the options of its merge.
+    Args, and what is returned and raised: as in `tree_decode`, without `deterministic`, `explain`
+    and, except for `timeout`, the options of its merge.
 
     For example::
 
@@ -84,7 +85,8 @@ def ring_pass_q_decode(
     part's queries and state so far are on their way; then it merges and passes on. An all-gather
     gives every rank all results. Bytes do not depend on the context; hops are as many as ranks.
 
-    Args, and what is raised: as in `tree_decode`, without the options of its merge.
+    Args, and what is raised: as in `tree_decode`, without `deterministic`, `explain` and, except
+    for `timeout`, the options of its merge.
 
     Returns:
         o and lse as `tree_decode` does, with the same bits on every rank, but other ones than
@@ -159,9 +161,12 @@ def _pass_keys(comm: Communicator, state: State, decode: DecodeCall, deadline: f
         *key_layout, num_workers, num_threads = facts[owner][_NUM_SIZES:]
         if not is_split_alike:
             num_workers = num_workers or num_threads
-        shard = dict(zip(_TRAVELLING, here, strict=True))
         how = {"key_layout": key_layout, "num_workers": num_workers}
-        lean_decode(**{**decode.arguments, **shard, **how}, out=(o_parts[owner], lse_parts[owner]))
+        # A name for this dict would keep a third shard until the next hop's attention.
+        lean_decode(
+            **{**decode.arguments, **dict(zip(_TRAVELLING, here, strict=True)), **how},
+            out=(o_parts[owner], lse_parts[owner]),
+        )
         if not is_last:
             link.finish(works, device, deadline)
             leaving = arriving
@@ -195,7 +200,7 @@ def _room_for(facts: list[int], decode: DecodeCall, device: torch.device) -> lis
 # Queries and their states travel.
 
 Part = tuple[slice, slice, slice]  # of sequences, of query heads, of their key heads
-_ALIGNMENT = 64  # of addresses that any vector load or store can take
+_ALIGNMENT = 64  # of the addresses at which states begin, and queries end
 
 
 def _pass_queries(comm: Communicator, state: State, decode: DecodeCall, deadline: float) -> _State:
