@@ -5,6 +5,7 @@ import importlib.util
 import mmap
 import re
 import sys
+import threading
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,8 @@ INSTALL_TRANSFORMERS = f"pip install 'transformers>={MINIMUM_TRANSFORMERS}'"
 TESTED_TRANSFORMERS = "5.24.0"  # the newest with which the tests have passed
 PACKAGE = Path(__file__).parent
 NAME = "tree_attention._C"
+_ANY = "_C*.so"  # of any Python
+_LOCK = threading.Lock()  # one thread loads it, which registers the operators
 
 
 class ExtensionError(ImportError):
@@ -50,7 +53,9 @@ def why_no_transformers() -> str | None:
 def load() -> ModuleType:
     """The module `tree_attention._C`; loading it registers `torch.ops.tree_attention`."""
     if NAME not in sys.modules:
-        sys.modules[NAME] = load_from(PACKAGE)
+        with _LOCK:
+            if NAME not in sys.modules:
+                sys.modules[NAME] = load_from(PACKAGE)
     return sys.modules[NAME]
 
 
@@ -100,7 +105,7 @@ def rebuild_command() -> str:
 
 def has_extension() -> bool:
     """True where the extension was built, whether or not it can be loaded."""
-    return any(PACKAGE.glob("_C*.so"))
+    return any(PACKAGE.glob(_ANY))
 
 
 def _find(directory: Path) -> Path:
@@ -109,7 +114,7 @@ def _find(directory: Path) -> Path:
         if path.exists():
             return path
     wanted = f"_C{EXTENSION_SUFFIXES[0]}"
-    others = ", ".join(sorted(path.name for path in directory.glob("_C*.so")))
+    others = ", ".join(sorted(path.name for path in directory.glob(_ANY)))
     if others:
         reason = f"is built for another Python: {wanted} is needed, {others} is there"
     else:
