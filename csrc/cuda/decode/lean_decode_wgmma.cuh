@@ -16,7 +16,8 @@
 namespace tree_attention::cuda {
 
 // The runs of a tile's keys that follow one another in a tensor of the maps: all of a tile, or
-// those of some slots of a page each. Runs without a key of the output are not copied.
+// those of some slots of a page each. Runs after the last key of the output are not copied. Runs in
+// a gap between ranges are, and their keys hidden: a page outside of the map is read as zeros.
 template <typename Config>
 class TileRuns {
  public:

@@ -21,7 +21,9 @@ __global__ void do_nothing(int) {}
 constexpr int kSystemSharedBytes = 1024;
 
 // One tile is under way while another one is worked on.
-constexpr int kMinStages = 2;
+constexpr int kMinStages = 2, kMaxStages = 4;
+// Its barriers have room for as many.
+static_assert(WgmmaConfig<BFloat16, 576, 16>::kMaxStages == kMaxStages);
 
 // Only a caller's num_workers reaches this bound, at which the partial states of the largest tiles
 // take 2 GB.
@@ -48,7 +50,8 @@ void plan_occupancy(Plan& plan, const DeviceLimits& limits) {
   const bool two = Config::kMaxBlocks == 2 && Config::shared_bytes(2) <= half;
   plan.num_threads = Config::kThreads;
   plan.blocks_per_sm = two ? 2 : 1;
-  plan.num_stages = two ? num_stages(half, 3) : num_stages(limits.shared_bytes_per_block, 4);
+  plan.num_stages =
+      two ? num_stages(half, 3) : num_stages(limits.shared_bytes_per_block, kMaxStages);
   plan.shared_bytes = Config::shared_bytes(plan.num_stages);
   plan.launches_early = limits.has_early_launches;
 }

@@ -77,8 +77,8 @@ struct WgmmaConfig {
   static constexpr int shared_bytes(int num_stages) { return kRing + num_stages * kStageBytes; }
 };
 
-// Rows of the smallest tile, and of the largest, with which o fills the registers of four warps.
-// Fewer rows than 17 of up to 128 columns are those of other kernels.
+// Rows of the smallest tile, and of the largest, with which o of latents fills the registers of
+// four warps. Fewer rows than 17 of up to 128 columns are those of other kernels.
 template <int kHeadDim>
 constexpr int kMinWgmmaRows = kHeadDim > 256 ? 16 : 32;
 template <int kHeadDim>
@@ -128,13 +128,13 @@ inline bool takes_wgmma(const DecodeParams& p) {
          has_tensor_map(p, p.v_stride);
 }
 
-// Calls f.template operator()<Element, head_dim bucket>() for tensors that the kernel is for.
 template <typename Element, typename F>
 auto with_wgmma_head_dim(int head_dim, F f) {
   if (head_dim <= 64) return f.template operator()<Element, 64>();
   if (head_dim <= 128) return f.template operator()<Element, 128>();
   return f.template operator()<Element, 576>();
 }
+// Calls f.template operator()<Element, head_dim bucket>() for tensors that the kernel is for.
 template <typename F>
 auto with_wgmma_instance(const DecodeParams& p, F f) {
   const int head_dim = std::max(p.head_dim, p.head_dim_v);
