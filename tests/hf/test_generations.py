@@ -179,6 +179,13 @@ def _split_checkpoints(family: str, world_size: int) -> Iterator[Options]:
     return _split_weights(family, world_size, published=True)
 
 
+def _most_tensor_ranks(family: str, world_size: int) -> Iterator[Options]:
+    """The largest with several ranks of the same heads, where a rank's number in its tensor group
+    is not its number in the world."""
+    ways = [*_split_weights(family, world_size)]
+    yield [x for x in ways if x["tensor_parallel_size"] < world_size][-1]
+
+
 def _most_of_checkpoints(family: str, world_size: int) -> Iterator[Options]:
     """Experts one by one under the names that each family has for them."""
     yield {"tensor_parallel_size": _sizes(family, world_size)[-1], "published": True}
@@ -257,6 +264,7 @@ TABLE: dict[str, Row] = {
     "weights": Row(_by(1, UNEVEN), _split_checkpoints, (), (1, 2, 3, 4), ("chunks", "even")),
     "weights, uneven": Row([UNEVEN], _split_checkpoints, quick=(2,)),
     "weights, families": Row([QUICK], _split_weights, (2,), (1,)),
+    "weights, all families": Row(_by(9, SPLIT_WEIGHTS), _most_tensor_ranks, deep=(4,)),
     "checkpoints": Row([[x for x in QUICK if x in PUBLISHED]], _most_of_checkpoints, (2,)),
     "all checkpoints": Row(_by(9, PUBLISHED), _most_of_checkpoints, deep=(2,)),
     "weights, operations": Row(

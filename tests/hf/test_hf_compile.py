@@ -85,7 +85,7 @@ def test_prompt_in_chunks_and_tokens_are_three_graphs() -> None:
     """Of a first chunk, of later ones and of a new token: each takes a model minutes to compile."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = hf.enable(compiled_model("llama"))
+    model = hf.enable(make_model("llama"))  # with a second layer of the same kind
     compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
     ids = torch.randint(0, 50, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -111,11 +111,11 @@ def test_a_wrong_row_fails() -> None:
 
 
 SLOW_ROOT = f"""
-import sys, time
+import functools, sys, time
 sys.path.insert(0, {str(PROGRAM.parent)!r})
 import long_context
 from tree_attention.weights.mesh import Mesh
-Mesh.__init__.__defaults__ = 4.0, *Mesh.__init__.__defaults__[1:]  # timeout
+Mesh.__init__ = functools.partialmethod(Mesh.__init__, timeout=4.0)
 find_truth = long_context.Demo.find_truth
 long_context.Demo.find_truth = lambda demo: (find_truth(demo), demo.world.root and time.sleep(6))
 sys.exit(long_context.main())
