@@ -120,12 +120,17 @@ def run_index(case: IndexCase, length: int, seconds: float, peak: float) -> dict
     flops = 2 * case.num_heads * HEAD_DIM * length
     is_wrong = not is_best or error > 1e-5 * size
     ceilings = {"products": flops / peak, READING: samples[READING].median}
-    ceiling = max(ceilings, key=lambda name: ceilings[name])
     return row_of(case.name, samples, load, error / size, is_wrong) | {
         "gflops": flops / samples[FIRST].median * 1e-9,
-        "ceiling": f"{samples[OURS].median / ceilings[ceiling]:.2f} {ceiling}",
+        "ceiling": to_ceiling(samples[OURS].median, ceilings),
         "choosing_us": (samples[OURS].median - samples[FIRST].median) * 1e6,
     }
+
+
+def to_ceiling(seconds: float, ceilings: dict[str, float]) -> str:
+    """A time as a multiple of the longest of those that nothing can beat, with its name."""
+    name = max(ceilings, key=lambda name: ceilings[name])
+    return f"{seconds / ceilings[name]:.2f} {name}"
 
 
 def run_rows(num_heads: int, length: int, seconds: float) -> dict[str, Any]:
