@@ -46,9 +46,9 @@ from unittest import mock
 
 # A rank that fails leaves its peers inside a collective; they get this long to notice.
 _GRACE_SECONDS = 5.0
-_START_SECONDS, _EXIT_SECONDS = 60.0, 10.0
+_START_SECONDS, _EXIT_SECONDS = 240.0, 60.0
 # How many times longer it takes to start an interpreter, and to end one, than a forked process.
-_PATIENCE_WITH_INTERPRETERS = 6.0
+_PATIENCE_WITH_INTERPRETERS = 3.0
 # Each takes seconds to start and 0.4 GB.
 _NUM_SERVERS = 2
 # Of process groups that cases leave behind, after which a world is replaced: each has three threads
@@ -165,7 +165,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 200.0,
     lost: Collection[int] = (),
     fresh: bool = False,
     direct: bool = True,

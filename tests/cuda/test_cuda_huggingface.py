@@ -29,7 +29,6 @@ CASES: dict[str, dict[str, Any]] = {
     "sampling": GREEDY | {"do_sample": True, "temperature": 0.9, "top_k": 50},
 }
 SEED = 5
-SECONDS = 120.0  # every rank starts CUDA once
 
 
 @cache
@@ -68,14 +67,14 @@ def generate(
 def test_greedy_equals_transformers(name: str, world_size: int, cuda: torch.device) -> None:
     """A left-padded batch of 3 in float32."""
     tokens = plain_tokens(name, GREEDY)
-    run_ranks(generate, world_size, name, GREEDY, tokens, timeout=SECONDS)
+    run_ranks(generate, world_size, name, GREEDY, tokens)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_ways_to_generate(case: str, world_size: int, cuda: torch.device) -> None:
     tokens = plain_tokens("llama", CASES[case])
-    run_ranks(generate, world_size, "llama", CASES[case], tokens, timeout=SECONDS)
+    run_ranks(generate, world_size, "llama", CASES[case], tokens)
 
 
 def generate_with_synchronized_logits(rank: int, world_size: int, tokens: Tensor) -> None:
@@ -86,7 +85,7 @@ def generate_with_synchronized_logits(rank: int, world_size: int, tokens: Tensor
 
 def test_logits_are_synchronized_on_the_device(cuda: torch.device) -> None:
     tokens = plain_tokens("llama", GREEDY)
-    run_ranks(generate_with_synchronized_logits, 2, tokens, timeout=SECONDS)
+    run_ranks(generate_with_synchronized_logits, 2, tokens)
 
 
 def generate_with_far_keys(rank: int, world_size: int, tokens: Tensor) -> None:
@@ -103,7 +102,7 @@ def generate_with_far_keys(rank: int, world_size: int, tokens: Tensor) -> None:
 def test_far_keys(world_size: int, cuda: torch.device) -> None:
     """Older keys are in the host's memory, to which the CPU attends."""
     tokens = plain_tokens("llama", CASES["chunks"])
-    run_ranks(generate_with_far_keys, world_size, tokens, timeout=SECONDS)
+    run_ranks(generate_with_far_keys, world_size, tokens)
 
 
 # Rows of as many columns as DeepSeek's.
@@ -147,7 +146,7 @@ def test_latents(world_size: int, options: dict[str, Any], cuda: torch.device) -
     limit = 2 * float((in_16_bits - expected).abs().max())
     assert 0 < limit < 0.1 * float(expected.std())
     arguments = expected, limit, options
-    run_ranks(latents_on_device, world_size, *arguments, timeout=SECONDS)
+    run_ranks(latents_on_device, world_size, *arguments)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str | None, str]] = {

@@ -22,7 +22,6 @@ from tree_attention.exchange.transport import buffers, process_group
 State = tuple[Tensor, Tensor]
 CUDA = torch.device("cuda")
 ON_CUDA = [name for name, case in CASES.items() if case.get("layout") != "unaligned"]
-SECONDS = 120.0  # every rank starts CUDA once
 
 
 def nccl_version() -> tuple[int, ...]:
@@ -83,16 +82,14 @@ def group_of(backend: str) -> dist.ProcessGroup:
 )
 @pytest.mark.parametrize("case", ON_CUDA)
 def test_gloo(case: str, layout: str, world_size: int, cuda: torch.device) -> None:
-    assert_ranks_agree(run_ranks(decode_case, world_size, case, layout, "auto", timeout=SECONDS))
+    assert_ranks_agree(run_ranks(decode_case, world_size, case, layout, "auto"))
 
 
 @pytest.mark.parametrize("strategy", strategies())
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("case", ["one query", "rows without keys", "bf16 mqa"])
 def test_gloo_strategies(case: str, world_size: int, strategy: str, cuda: torch.device) -> None:
-    assert_ranks_agree(
-        run_ranks(decode_case, world_size, case, "uneven", strategy, timeout=SECONDS)
-    )
+    assert_ranks_agree(run_ranks(decode_case, world_size, case, "uneven", strategy))
 
 
 def decode_pages(rank: int, world_size: int) -> State:
@@ -109,7 +106,7 @@ def decode_pages(rank: int, world_size: int) -> State:
 
 
 def test_pages(cuda: torch.device) -> None:
-    assert_ranks_agree(run_ranks(decode_pages, 3, timeout=SECONDS))
+    assert_ranks_agree(run_ranks(decode_pages, 3))
 
 
 def stage(rank: int, world_size: int) -> None:
@@ -138,7 +135,7 @@ def stage(rank: int, world_size: int) -> None:
 
 
 def test_staging_through_page_locked_memory(cuda: torch.device) -> None:
-    run_ranks(stage, 2, timeout=SECONDS)
+    run_ranks(stage, 2)
 
 
 def lose_a_rank(rank: int, world_size: int) -> str:
@@ -158,7 +155,7 @@ def lose_a_rank(rank: int, world_size: int) -> str:
 
 
 def test_a_lost_rank_is_an_error_in_time(cuda: torch.device) -> None:
-    results = run_ranks(lose_a_rank, 3, lost=[1], timeout=SECONDS)
+    results = run_ranks(lose_a_rank, 3, lost=[1])
     assert all(isinstance(results[rank], str) for rank in (0, 2))
 
 
@@ -189,7 +186,7 @@ def move_alone(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu("NCCL")
 def test_nccl_with_one_rank(nccl: None) -> None:
-    run_ranks(move_alone, 1, timeout=SECONDS)
+    run_ranks(move_alone, 1)
 
 
 @pytest.mark.gpu("NCCL")
@@ -198,9 +195,7 @@ def test_nccl_with_one_rank(nccl: None) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_nccl_with_ranks_on_one_gpu(world_size: int, strategy: str, nccl: None) -> None:
     for case in ("one query", "rows without keys", "bf16 mqa"):
-        assert_ranks_agree(
-            run_ranks(decode_case, world_size, case, "uneven", strategy, "nccl", timeout=SECONDS)
-        )
+        assert_ranks_agree(run_ranks(decode_case, world_size, case, "uneven", strategy, "nccl"))
 
 
 def broadcast_host_memory(rank: int, world_size: int) -> None:
@@ -213,4 +208,4 @@ def broadcast_host_memory(rank: int, world_size: int) -> None:
 
 @pytest.mark.gpu("NCCL")
 def test_nccl_moves_host_memory_through_the_device(nccl: None) -> None:
-    run_ranks(broadcast_host_memory, 1, timeout=SECONDS)
+    run_ranks(broadcast_host_memory, 1)

@@ -177,7 +177,7 @@ def test_reset(cuda):
 
 
 @pytest.mark.gpu("threads")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_threads_use_their_streams_at_once(cuda):
     """The table of workspaces is shared by all threads."""
     problem = split_problem(cuda, seqlen_k=3000)

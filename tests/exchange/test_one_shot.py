@@ -279,7 +279,7 @@ def exchange_in_shared_memory(rank: int, world_size: int) -> str:
 @pytest.mark.gpu("memory that processes share")
 def test_processes_on_one_gpu_cuda(cuda, monkeypatch):
     monkeypatch.setenv(symmetric_memory.OVERLAPPING_VARIABLE, "1")
-    reasons = run_ranks(exchange_in_shared_memory, 2, timeout=120.0, fresh=True)
+    reasons = run_ranks(exchange_in_shared_memory, 2, fresh=True)
     assert reasons[0] == reasons[1]
     if reasons[0]:
         pytest.skip(reasons[0])

@@ -103,7 +103,7 @@ WAYS = product(("aa", "abc", "ab", "aaa", "aab"), (True, False), (0, 1, 2))
 
 @pytest.mark.parametrize("nodes, direct, seed", tiers(QUICK, each_pair(WAYS, QUICK)))
 def test_messages_of_an_engine_are_not_mixed_with_ours(nodes: str, direct: bool, seed: int) -> None:
-    run_ranks(send_around, len(nodes), nodes, seed, direct=direct, timeout=3 * AMPLE)
+    run_ranks(send_around, len(nodes), nodes, seed, direct=direct)
 
 
 @on_ranks(2)

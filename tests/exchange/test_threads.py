@@ -92,7 +92,7 @@ def hammer(rank: int, world_size: int) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_calls_of_two_threads_are_never_mixed(world_size: int) -> None:
-    for right, errors in run_ranks(hammer, world_size, fresh=True, timeout=AMPLE * 5):
+    for right, errors in run_ranks(hammer, world_size, fresh=True):
         assert right + len(errors) == 2 * CALLS
         assert errors, "threads that call at once cannot all succeed"
         for error in errors:

@@ -90,7 +90,7 @@ def test_ranks_take_shares_by_speed(tmp_path: Path) -> None:
     model = make_model("llama")
     model.save_pretrained(tmp_path)
     tokens = model.generate(**make_prompts(), **GREEDY)
-    first, *others = run_ranks(load_by_speed, 3, tmp_path, tokens, timeout=180.0)
+    first, *others = run_ranks(load_by_speed, 3, tmp_path, tokens)
     assert all(other == first for other in others)
     fast, _, slow, _, *equal = (shares.weights for shares in first)
     assert fast[0] > fast[1] == fast[2] > 0 and slow[0] < slow[1] == slow[2]
@@ -136,7 +136,7 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
         hf.enable(split, shares="auto")
 
 
-@on_ranks(2, timeout=180.0)
+@on_ranks(2)
 def test_measured_hosts_are_the_same_on_all_ranks(rank: int, world_size: int) -> None:
     comm = get_communicator()
     found, link = measuring.measure_all("measure", comm, CPU, 60.0)
@@ -148,7 +148,7 @@ def test_measured_hosts_are_the_same_on_all_ranks(rank: int, world_size: int) ->
     assert everywhere == [(found, link)] * world_size
 
 
-@on_ranks(2, timeout=180.0)
+@on_ranks(2)
 def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Path) -> None:
     path = tmp_path / f"{rank}.json"
     with mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": str(path)}):
@@ -162,7 +162,7 @@ def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Pat
             measuring.measure_all("measure", get_communicator(damaged), CPU, 5.0)
 
 
-@on_ranks(3, timeout=180.0)
+@on_ranks(3)
 def test_ranks_outside_of_the_group_are_not_asked(rank: int, world_size: int) -> None:
     group = dist.new_group([0, 1])
     if rank < 2:

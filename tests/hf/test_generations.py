@@ -617,4 +617,4 @@ def test_tokens_equal_those_of_transformers(name: str, cases: list[Served], tmp_
         if any("published" in way for size in sizes for way in row.ways(family, size)):
             make_model(family).save_pretrained(tmp_path / family)
     for world_size in sizes:
-        same_on_all_ranks(run_ranks(_serve, world_size, name, wanted, tmp_path, timeout=200.0))
+        same_on_all_ranks(run_ranks(_serve, world_size, name, wanted, tmp_path))

@@ -59,14 +59,14 @@ def at_once(rank: int, world_size: int) -> list[str]:
 
 
 def test_two_at_once_over_ranks_are_never_mixed() -> None:
-    for errors in run_ranks(at_once, 2, fresh=True, timeout=120.0):
+    for errors in run_ranks(at_once, 2, fresh=True):
         assert errors
         for error in errors:
             assert re.search("thread|digest of the inputs|failed|no answer|no word", error), error
 
 
 def test_two_at_once_in_a_world_of_one() -> None:
-    assert run_ranks(at_once, 1, fresh=True, timeout=120.0) == [[]]
+    assert run_ranks(at_once, 1, fresh=True) == [[]]
 
 
 @on_ranks(2)

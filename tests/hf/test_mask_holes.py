@@ -96,7 +96,7 @@ def _cases(names: Sequence[str], worlds: Sequence[int]) -> list[Case]:
 def test_a_row_with_a_hole_is_answered_as_it_is_alone(cases: list[Case]) -> None:
     kinds = dict.fromkeys(kind for kind, *_ in cases)
     wanted = {kind: answers_alone(make_model(kind[0]), TEXTS, kind[1]) for kind in kinds}
-    same_on_all_ranks(run_ranks(_answered, cases[0][-1], cases, wanted, timeout=200.0))
+    same_on_all_ranks(run_ranks(_answered, cases[0][-1], cases, wanted))
 
 
 def _turns(model: Any) -> tuple[Any, dict[str, Tensor]]:

@@ -133,7 +133,7 @@ def test_rows_are_answered_as_each_is_alone(cases: list[tuple[Kind, int, int]]) 
         (name, kv_dtype): [answers_alone(make_model(name), x, kv_dtype) for x in _texts(name)]
         for name, kv_dtype in dict.fromkeys(kind for kind, *_ in cases)
     }
-    same_on_all_ranks(run_ranks(_answered, cases[0][-1], cases, wanted, timeout=200.0))
+    same_on_all_ranks(run_ranks(_answered, cases[0][-1], cases, wanted))
 
 
 def _turns(name: str) -> list[Tensor]:
@@ -178,7 +178,7 @@ def test_rows_go_on_for_a_second_turn(world_size: int) -> None:
     """With unequal shares of keys and of weights, some of which are empty."""
     names = ("llama", "gemma2", "deepseek", "BLOOM", "Qwen3-Next")
     wanted = {name: _turns(name) for name in names}
-    run_ranks(_turn_after_turn, world_size, wanted, timeout=300.0)
+    run_ranks(_turn_after_turn, world_size, wanted, timeout=600.0)
 
 
 def _storages(*caches: hf.TreeCache) -> dict[int, int]:
@@ -433,4 +433,4 @@ def test_beams_and_samples_read_their_prompt_once(cases: list[tuple[str, str, in
         (name, operation): _said(make_model(name), operation).sequences
         for name, operation, *_ in cases
     }
-    run_ranks(_copies, cases[0][-1], cases, wanted, timeout=200.0)
+    run_ranks(_copies, cases[0][-1], cases, wanted)

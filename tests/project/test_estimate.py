@@ -24,7 +24,7 @@ CHOICES = {
     "weights": list(WEIGHT_DTYPES),
     "ranks": [1, 2, 3, 4, 6, 8, 16, 24, 40, 64],
 }
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.deep
 
 
 def points() -> list[dict]:

@@ -188,7 +188,6 @@ with open(sys.argv[1], "w") as file:
 
 
 @pytest.mark.deep
-@pytest.mark.timeout(900)  # it collects the tests of twenty stages
 def test_every_stage_of_tests_finds_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that no test has any more would only be noticed on a GPU."""
     monkeypatch.syspath_prepend(ROOT / "scripts")

@@ -11,7 +11,7 @@ nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples/two_ranks.ipynb"
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.deep
 
 
 def outputs(notebook: Any) -> list[str]:

@@ -16,7 +16,7 @@ from browser import console_of, needs_browser, on_a_phone
 
 pytest.importorskip("mkdocs", reason="the site is built where Python >= 3.11 is")
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.deep
 _LINK = re.compile(r"<(a|script|img|iframe|source|link)\s[^>]*?\b(?:href|src)=\"([^\"]+)\"")
 
 

@@ -124,7 +124,7 @@ def _generate(rank: int, world_size: int, path: Path, name: str) -> list[Tensor]
 def test_split_weights_equal_whole_ones(name: str, tmp_path: Path) -> None:
     """Read by slices on two ranks, and quantised anew, they say what one rank says."""
     PUBLISHED[name](tmp_path)
-    ranks = run_ranks(_generate, 2, tmp_path, name, timeout=120.0)
+    ranks = run_ranks(_generate, 2, tmp_path, name)
     same_on_all_ranks(ranks)
     found = iter(ranks[0])
     wanted = {

@@ -132,7 +132,7 @@ def test_tokens_equal_those_of_one_process(
     """With the same weights, and the same bits on all ranks."""
     for name in names:
         make_model(FAMILIES[name]).save_pretrained(tmp_path / name)
-    ranks = run_ranks(_tokens, world_size, tmp_path, scheme, unequal, names, timeout=180.0)
+    ranks = run_ranks(_tokens, world_size, tmp_path, scheme, unequal, names)
     same_on_all_ranks([[logits for _, logits in found] for found in ranks])
     found = iter(ranks[0])
     for name in names:

@@ -260,7 +260,7 @@ def test_damaged_checkpoints(tmp_path: Path) -> None:
     """On all ranks and on one of them: the others say what it said."""
     path = tmp_path / "whole"
     make_model("llama").save_pretrained(path)
-    run_ranks(_damaged, 2, path, _damage(path), timeout=120.0)
+    run_ranks(_damaged, 2, path, _damage(path))
 
 
 def test_a_hub_that_is_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:

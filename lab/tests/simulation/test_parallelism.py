@@ -56,7 +56,7 @@ def run_tiny(rank: int, world_size: int, form: str) -> tuple[int, int, list[int]
 @pytest.mark.parametrize("form", [WHOLE, SPLIT, SPLIT_BY_HEADS])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_formulas_are_what_a_model_sends_and_holds(form: str, world_size: int) -> None:
-    sent, held, tokens = zip(*run_ranks(run_tiny, world_size, form, timeout=120.0), strict=True)
+    sent, held, tokens = zip(*run_ranks(run_tiny, world_size, form), strict=True)
     split = Split(MODEL, form, world_size, WORK)
     if form != WHOLE or world_size == 2:  # of more ranks, auto takes a strategy with less to send
         assert max(sent) == split.token_bytes
@@ -93,7 +93,7 @@ def run_family(rank: int, world_size: int, name: str, form: str) -> tuple[int, f
     ],
 )
 def test_formulas_hold_for_experts_windows_latents_and_states(name: str, form: str) -> None:
-    for sent, by_formula, held, planned in run_ranks(run_family, 2, name, form, timeout=120.0):
+    for sent, by_formula, held, planned in run_ranks(run_family, 2, name, form):
         assert sent == by_formula
         zeros = 2 * 64 * (form != WHOLE)  # a row of the embedding
         # Biases of sums, those of 4 experts too, are the first rank's, and the formula gives each

@@ -28,8 +28,6 @@ except importlib.metadata.PackageNotFoundError:
 from engine_on_hosts import ENVIRONMENT, HOST0, IS_EMULATED, OF_ALL, ROOT, Hosts, several_hosts
 from test_engines import PROMPTS, TOKENS
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
