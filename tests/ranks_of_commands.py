@@ -24,13 +24,10 @@ from typing import NamedTuple
 from torch.distributed import TCPStore
 
 import tree_attention
-from distributed import preload, start_process
+from distributed import AMPLE_SECONDS, preload, start_process
 
 preload("tree_attention.cli.generate", "tree_attention.hf")
 preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
-
-# To start and to end, on a machine with other work.
-AMPLE_SECONDS = 90.0
 
 
 class Ended(NamedTuple):

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import tree_attention
+from distributed import AMPLE_SECONDS
 from ranks_of_commands import started
 from tree_attention.__main__ import COMMANDS, main
 from tree_attention.cli import generate, generation
@@ -359,7 +360,7 @@ def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": package, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=AMPLE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ranks_of_commands import AMPLE_SECONDS, Ended, Ranks, started
+from distributed import AMPLE_SECONDS
+from ranks_of_commands import Ended, Ranks, started
 from tiers import tiers
 from tree_attention.__main__ import main
 from tree_attention.cli import world

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
+from distributed import AMPLE_SECONDS
 from tree_attention import _memory, _network
 from tree_attention.__main__ import main
 from tree_attention.cli import doctor
-
-AMPLE_SECONDS = 90.0
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tree_attention
+from distributed import AMPLE_SECONDS
 from tree_attention.__main__ import main
 
 pytest.importorskip("transformers")
@@ -83,7 +84,7 @@ def started(*arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]"
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=AMPLE_SECONDS,
     )
 
 

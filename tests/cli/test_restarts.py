@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 import tree_attention
+from distributed import AMPLE_SECONDS
 
 pytestmark = pytest.mark.deep
 
@@ -22,10 +23,10 @@ from tree_attention import all_merge_states
 from tree_attention.cli.world import joined_world
 
 dying, busy, folder = int(sys.argv[1]), float(sys.argv[2]), pathlib.Path(sys.argv[3])
-with joined_world(timeout=60) as world:
+with joined_world(timeout=300) as world:
     def merged():
         o = torch.full((1, 1, 1, 1), float(world.rank))
-        return all_merge_states(o, torch.zeros(1, 1, 1), timeout=20)[0].item()
+        return all_merge_states(o, torch.zeros(1, 1, 1), timeout=120)[0].item()
 
     first = merged()
     if not (folder / f"count {world.rank}").exists():
@@ -65,13 +66,13 @@ def test_a_rank_that_is_lost(kind: str, dying: int, num_agents: int, tmp_path: P
             rendezvous += ["--node-rank", str(number)]
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(num_agents)]
         command += ["--nproc-per-node", str(2 // num_agents), "--max-restarts", "2", *rendezvous]
-        busy = "60" if kind == "c10d" else "0"
+        busy = str(AMPLE_SECONDS) if kind == "c10d" else "0"
         command += [str(program), str(dying), busy, str(tmp_path)]
         package = str(Path(tree_attention.__file__).parents[1])
         variables = {"PYTHONPATH": package, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         agents.append(subprocess.Popen(command, env=os.environ | variables))
     try:
-        assert [agent.wait(150) for agent in agents] == [0] * num_agents
+        assert [agent.wait(AMPLE_SECONDS) for agent in agents] == [0] * num_agents
     finally:
         for agent in agents:
             agent.terminate()

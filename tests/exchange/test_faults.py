@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import Lost, on_ranks, run_ranks
+from distributed import AMPLE_SECONDS, Lost, on_ranks, run_ranks
 from faults import (
     AMPLE,
     QUICK,
@@ -348,7 +348,7 @@ def test_process_of_a_survivor_exits(tmp_path: Path) -> None:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        output, _ = processes[1].communicate(timeout=60)
+        output, _ = processes[1].communicate(timeout=AMPLE_SECONDS)
     finally:
         for process in processes:
             process.kill()

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distributed import on_ranks, run_ranks
+from distributed import AMPLE_SECONDS, on_ranks, run_ranks
 from faults import AMPLE
 from tiers import tiers
 from tree_attention import (
@@ -477,4 +477,4 @@ assert compute(3)
 @pytest.mark.parametrize("before", tiers(["ours"], ["nothing", "torch", "another thread"]))
 def test_loops_of_a_forked_child_have_threads_of_its_own(before: str) -> None:
     """Whatever the parent ran before: OpenMP's threads, if it has some, stayed with it."""
-    subprocess.run([sys.executable, "-c", CHILDREN, before], check=True, timeout=240)
+    subprocess.run([sys.executable, "-c", CHILDREN, before], check=True, timeout=AMPLE_SECONDS)

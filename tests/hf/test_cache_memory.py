@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distributed import run_ranks
+from distributed import AMPLE_SECONDS, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -86,7 +86,7 @@ def test_a_limit_of_memory() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=AMPLE_SECONDS,
     )
     assert found.returncode == 0, found.stderr
     fixed, growing, generated, unknown = found.stdout.splitlines()

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from distributed import run_ranks
+from distributed import AMPLE_SECONDS, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -106,7 +106,7 @@ def test_groups_made_late_and_destroyed(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     for process in processes:
-        errors = process.communicate(timeout=240)[1]
+        errors = process.communicate(timeout=AMPLE_SECONDS)[1]
         assert process.returncode == 0, errors
 
 

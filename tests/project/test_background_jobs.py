@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from distributed import AMPLE_SECONDS
+
 # Ranks import the function by name, so it is one of a module.
 PROGRAM = """
 import signal
@@ -33,7 +35,7 @@ def test_ctrl_c_interrupts_ranks_of_a_parent_that_ignores_it() -> None:
         env=os.environ | {"PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=AMPLE_SECONDS,
         check=False,
     )
     assert done.stdout == "[True]\n", done.stderr

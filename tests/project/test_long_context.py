@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed import AMPLE_SECONDS
 from examples.long_context import MEASURED, ONE, WIDE, Demo, Row, speed
 from ranks_of_commands import started
 from tree_attention.cli.world import World
@@ -31,7 +32,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": str(ROOT / "python")},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=AMPLE_SECONDS,
         check=False,
     )
 
@@ -115,9 +116,9 @@ import functools, sys, time
 sys.path.insert(0, {str(PROGRAM.parent)!r})
 import long_context
 from tree_attention.weights.mesh import Mesh
-Mesh.__init__ = functools.partialmethod(Mesh.__init__, timeout=4.0)
+Mesh.__init__ = functools.partialmethod(Mesh.__init__, timeout=8.0)
 find_truth = long_context.Demo.find_truth
-long_context.Demo.find_truth = lambda demo: (find_truth(demo), demo.world.root and time.sleep(6))
+long_context.Demo.find_truth = lambda demo: (find_truth(demo), demo.world.root and time.sleep(10))
 sys.exit(long_context.main())
 """
 

@@ -23,6 +23,7 @@ import evaluate_passkey
 import passkey
 import passkey_text
 import train_passkey
+from distributed import AMPLE_SECONDS
 from passkey import Haystack, build_prompt
 from tree_attention.hf import parts
 
@@ -317,7 +318,7 @@ def test_two_processes_find_the_key():
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=AMPLE_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -22,6 +22,7 @@ import torch
 pytest.importorskip("transformers")
 
 import checkpoints
+from distributed import AMPLE_SECONDS
 from engine import STUB
 
 try:
@@ -93,7 +94,7 @@ def run(job: dict[str, Any], directory: Path, *, plug_in: bool, processes: int =
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=AMPLE_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return json.loads(result.read_text())
