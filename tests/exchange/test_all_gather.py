@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from distributed import Lost, on_ranks, run_ranks
-from faults import AMPLE, SLACK, TIMEOUT, Outcome, end_or_stall, failure
+from faults import AMPLE, QUICK, SLACK, TIMEOUT, Outcome, end_or_stall, failure
 from tiers import by_world, tiers
 from tree_attention import Communicator, ExchangeError
 
@@ -148,7 +148,7 @@ def lose_rank(rank: int, world_size: int, victim: int, how: str, size: int) -> O
         end_or_stall(how)
     outcome = failure(comm.all_gather, x, counts)
     assert comm.failed is not None
-    assert failure(comm.all_gather, x, counts)[0] < TIMEOUT
+    assert failure(comm.all_gather, x, counts, timeout=AMPLE)[0] < QUICK
     return outcome
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -277,10 +277,12 @@ def stall_behind_a_ring(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=AMPLE)
     call("ring of queries", comm)
     dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
-        time.sleep(TIMEOUT + 2 * SLACK)
+        store.wait(["rank 0 has failed"], timedelta(seconds=2 * AMPLE))
         return
     seconds, _ = failure(call, "all_gather", comm, timeout=TIMEOUT)
+    store.set("rank 0 has failed", "")
     assert seconds < TIMEOUT + SLACK
 
 

@@ -224,7 +224,7 @@ def test_late_rank_finds_the_others_gone(first: bool) -> None:
 
 @on_ranks(2, fresh=True)
 def test_interrupted_exchange_is_final(rank: int, world_size: int) -> None:
-    comm = Communicator(timeout=TIMEOUT)
+    comm = Communicator(timeout=AMPLE)
 
     def stop(deadline: float) -> None:
         dist.barrier()  # until no rank compares signatures any more
@@ -238,7 +238,7 @@ def test_interrupted_exchange_is_final(rank: int, world_size: int) -> None:
 
 @on_ranks(2, fresh=True)
 def test_what_an_operator_refuses_inside_an_exchange_is_final(rank: int, world_size: int) -> None:
-    comm = Communicator(timeout=TIMEOUT)
+    comm = Communicator(timeout=AMPLE)
 
     def refuse(deadline: float) -> None:
         dist.barrier()  # until no rank compares signatures any more
@@ -296,7 +296,7 @@ def test_no_result_of_an_aborted_call(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_destroyed_group(rank: int, world_size: int, kind: str, is_kept: bool) -> None:
     group = dist.new_group([0, 1])
-    comm = Communicator(group, timeout=TIMEOUT)
+    comm = Communicator(group, timeout=AMPLE)
     if kind != "before the first call":
         call(kind, comm)
     dist.destroy_process_group(group)
@@ -372,7 +372,7 @@ def test_errors_name_hosts(rank: int, world_size: int) -> None:
     """Two of the ranks are on a host of their own; who reads the error knows hosts."""
     host = f"host{max(0, rank - 1)}"
     with mock.patch.object(agreement.socket, "gethostname", lambda: host):
-        comm = Communicator(dist.new_group(range(world_size)), timeout=QUICK)
+        comm = Communicator(dist.new_group(range(world_size)), timeout=5.0)
         with pytest.raises(ExchangeError) as caught:
             comm.agree((("dtype", "half" if rank == 2 else "float"),), timeout=AMPLE)
         here = f"rank {rank} of 3"

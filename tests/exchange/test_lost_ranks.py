@@ -22,6 +22,7 @@ from faults import (
     KINDS,
     QUICK,
     SLACK,
+    STOPPED,
     TIMEOUT,
     Once,
     assert_nothing_left,
@@ -39,7 +40,7 @@ from tree_attention.exchange import Communicator
 from tree_attention.exchange.agreement import session
 
 # A collective, steps of which each needs another, and a ring.
-STOPPED = ("all_gather",)
+KINDS_QUICK = ("all_gather",)
 
 
 def stop_ranks(rank: int, world_size: int, kind: str, folder: Path) -> None:
@@ -52,7 +53,7 @@ def stop_ranks(rank: int, world_size: int, kind: str, folder: Path) -> None:
     cases, case = 1, 0
     while case < cases:
         group = dist.new_group(range(world_size))
-        comm = Communicator(group, TIMEOUT, nodes=nodes)
+        comm = Communicator(group, STOPPED, nodes=nodes)
         expected = call(kind, comm, timeout=AMPLE)
         choice = phases(count_operations(kind, comm))
         cases, phase = len(choice), choice[case]
@@ -66,7 +67,7 @@ def stop_ranks(rank: int, world_size: int, kind: str, folder: Path) -> None:
         else:
             seconds, message = right_or_failed(kind, comm, expected)
             # Whoever had a result came back for another, with a deadline of its own.
-            assert seconds < 2 * TIMEOUT + SLACK, message
+            assert seconds < 2 * STOPPED + SLACK, message
             name = f"{world_size}-{case}"
             (folder / f"{name}-{rank}").touch()
             if rank == (victim + 1) % world_size:
@@ -85,7 +86,7 @@ def stop_ranks_quickly(rank: int, world_size: int, kind: str, folder: Path) -> N
         stop_ranks(rank, world_size, kind, folder)
 
 
-@pytest.mark.parametrize("kind", tiers(STOPPED, [kind for kind in KINDS if kind not in STOPPED]))
+@pytest.mark.parametrize("kind", tiers_of(KINDS, quick=KINDS_QUICK))
 def test_stopped_ranks(kind: str, tmp_path: Path) -> None:
     """All worlds at once: they wait most of the time."""
     with ThreadPoolExecutor() as pool:

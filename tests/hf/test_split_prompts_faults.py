@@ -23,7 +23,7 @@ from tiers import tiers
 
 pytest.importorskip("transformers")
 
-from faults import AMPLE, QUICK, ROUND, SLACK, TIMEOUT, Once, before_operation
+from faults import AMPLE, QUICK, ROUND, SLACK, STOPPED, Once, before_operation
 from hf_models import VOCAB_SIZE, make_model
 from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention.hf import CACHE_NAME
@@ -80,7 +80,7 @@ def _stop(rank: int, world_size: int, what: str, folder: Path) -> None:
     for case in range(ROUNDS[what]):
         victim = (case + world_size - 1) % world_size
         with _passing(what):
-            prompt = _Prompt(model, dist.new_group(range(world_size)), TIMEOUT)
+            prompt = _Prompt(model, dist.new_group(range(world_size)), STOPPED)
             dist.barrier()
             if rank == victim:
                 stop = Once(ROUND * case, partial(os.kill, os.getpid(), signal.SIGSTOP))
@@ -89,7 +89,7 @@ def _stop(rank: int, world_size: int, what: str, folder: Path) -> None:
                 assert stop.done
                 continue
             seconds, message = prompt.fail()
-            assert seconds < TIMEOUT + SLACK, message
+            assert seconds < STOPPED + SLACK, message
         (folder / f"{world_size}-{case}-{rank}").touch()
         if rank == (victim + 1) % world_size:
             others = [folder / f"{world_size}-{case}-{r}" for r in range(world_size) if r != victim]

@@ -29,12 +29,12 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 
-from faults import AMPLE, ROUND, Once, before_operation
+from faults import AMPLE, ROUND, SLACK, Once, before_operation
 from split_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
 from tree_attention.weights import load as loading
 
-TIMEOUT, SLACK = 2.0, 2.0
+TIMEOUT = 2.0
 _LATE = 1.5  # seconds of a rank that answers in time
 # What the ranks exchange in a forward pass of two layers, by number: embedding, two times merge,
 # attention's sum and the MLP's, logits.
@@ -120,7 +120,7 @@ def _run_with_a_slow_rank(rank: int, world_size: int, path: str) -> tuple[list[i
 
     with mock.patch.object(loading, "set_tensor", slow_in_loading):
         begin = time.monotonic()
-        model = hf.from_pretrained(path, weights="int8", timeout=3 * _LATE)
+        model = hf.from_pretrained(path, weights="int8", timeout=AMPLE)
         waited = time.monotonic() - begin
     sleep = Once(ROUND * (DECODING + EXCHANGES["merge"]), lambda: time.sleep(_LATE * rank))
     with before_operation(sleep):
