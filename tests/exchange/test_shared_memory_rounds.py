@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import statistics
 import threading
 import time
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from distributed import AMPLE_SECONDS
 from faults import (
     AMPLE,
 )
@@ -41,7 +43,7 @@ def wait_when_the_interpreter_ends() -> None:
 def test_interpreter_may_end_while_another_thread_waits() -> None:
     process = multiprocessing.get_context("spawn").Process(target=wait_when_the_interpreter_ends)
     process.start()
-    process.join(AMPLE)
+    process.join(AMPLE_SECONDS)
     assert process.exitcode == 0
 
 
@@ -80,20 +82,21 @@ def test_long_waits_leave_the_cores_to_others() -> None:
     begin = time.thread_time()
     with pytest.raises(RuntimeError, match="timed out"):
         first.round([(1, x.data_ptr(), 1)], []).run(1.0, True)
-    assert time.thread_time() - begin < 0.08
+    assert time.thread_time() - begin < 0.3  # of a second; a thread that polls needs all
 
 
 def test_waits_of_milliseconds_leave_the_processor_time_to_a_quota() -> None:
     x = torch.zeros(1, dtype=torch.uint8)
-    used = 0.0
+    used = []
     for _ in range(20):
         _, (first, _) = connected()
         receive = first.round([(1, x.data_ptr(), 1)], [])
         begin = time.thread_time()
         with pytest.raises(RuntimeError, match="timed out"):
             receive.run(0.004, True)
-        used += time.thread_time() - begin
-    assert used < 0.5 * 20 * 0.004
+        used.append(time.thread_time() - begin)
+    # Some also pay for what other work takes from the caches.
+    assert statistics.median(used) < 0.5 * 0.004
 
 
 def test_memory_of_another_size_and_wrong_members_are_refused() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import on_ranks, run_ranks, through_the_group
-from faults import call
+from faults import AMPLE, call
 from helpers import assert_same_bits
 from test_shared_memory import results_of
 from tiers import tiers
@@ -90,7 +90,7 @@ def test_a_stranger_has_a_second_in_all() -> None:
     ended = threading.Event()
 
     def drip() -> None:
-        while not ended.wait(0.05):
+        while not ended.wait(0.5):
             theirs.send(b"x")
 
     thread = threading.Thread(target=drip)
@@ -98,8 +98,8 @@ def test_a_stranger_has_a_second_in_all() -> None:
         thread.start()
         try:
             begin = time.monotonic()
-            assert sockets._name_of(ours, bytes(16), begin + 0.3) == -1
-            assert 0.2 < time.monotonic() - begin < 0.9  # twenty bytes take a second
+            assert sockets._name_of(ours, bytes(16), begin + 1.0) == -1
+            assert 0.9 < time.monotonic() - begin < 5.0  # twenty bytes take ten seconds
         finally:
             ended.set()
             thread.join()
@@ -116,14 +116,14 @@ def test_strangers_in_front_of_a_rank_do_not_hold_it(rank: int, world_size: int)
             strangers.append(socket.create_connection((note["address"], note["port"])))
         return note
 
-    comm = Communicator(nodes="abc", timeout=20.0)
+    comm = Communicator(nodes="abc", timeout=AMPLE)
     begin = time.monotonic()
     with (
         mock.patch.object(sockets, "_listen", listen_to_strangers),
         mock.patch.object(sockets, "_CONNECT_SECONDS", 2.0),
     ):
         call("all_gather", comm)
-    assert time.monotonic() - begin < 10.0
+    assert time.monotonic() - begin < AMPLE
     assert comm.link.sockets == "rank 0: no connection from rank 1"
     for stranger in strangers:
         stranger.close()
@@ -159,7 +159,7 @@ def connect_beside_strangers(rank: int, world_size: int) -> None:
     comm = Communicator(nodes="abc")
     with (
         mock.patch.object(sockets, "_listen", listen),
-        mock.patch.object(sockets, "_HELLO_SECONDS", 0.05),
+        mock.patch.object(sockets, "_HELLO_SECONDS", 0.5),
     ):
         result = call("all_gather", comm)
     assert isinstance(comm.link.sockets, DirectTransport)
