@@ -27,6 +27,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from faults import AMPLE
 from hf_models import make_model, make_prompts
 from tree_attention import ExchangeError, hf
 from tree_attention.hf import CACHE_NAME
@@ -394,6 +395,6 @@ class _DieAtStep(LogitsProcessor):
 def test_a_rank_lost_during_generation_is_an_error_on_the_others(
     rank: int, world_size: int
 ) -> None:
-    model = hf.enable(make_model("llama"), timeout=LOST_AFTER_SECONDS)
+    model = hf.enable(make_model("llama"), timeout=AMPLE)
     with pytest.raises(ExchangeError, match="rank 1"):
         model.generate(**make_prompts(), **GREEDY, logits_processor=[_DieAtStep(3, rank=1)])

@@ -16,6 +16,7 @@ from tiers import by_world, tiers_of
 
 pytest.importorskip("transformers")
 
+from faults import AMPLE
 from hf_caches import append, check_holds
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import (
@@ -110,7 +111,7 @@ def test_a_cache_without_tokens_takes_another_layout() -> None:
 
 def _refuse(rank: int, world_size: int) -> str:
     layout = BlockCyclic(world_size, 7)
-    cache = hf.TreeCache(CONFIG, layout=layout, timeout=10)
+    cache = hf.TreeCache(CONFIG, layout=layout, timeout=AMPLE)
     append(cache, LENGTH)
     with pytest.raises(ValueError, match="layout must have the group's world size 2, got one of 3"):
         cache.reshard(BlockCyclic(3))
@@ -146,7 +147,7 @@ def test_what_is_no_layout_is_refused() -> None:
 
 
 def _die(rank: int, world_size: int) -> str:
-    cache = hf.TreeCache(CONFIG, layout=BlockCyclic(3, 7), timeout=5)
+    cache = hf.TreeCache(CONFIG, layout=BlockCyclic(3, 7), timeout=AMPLE)
     append(cache, LENGTH)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 from torch import Tensor
 
 import split_models
+from faults import AMPLE
 from hf_caches import HEAD_DIM, HEADS, append, check_holds, numbered_keys
 from hf_models import CONFIGS, make_model, make_prompts
 from tree_attention import (
@@ -131,9 +132,9 @@ def test_a_save_replaces_the_last_one_and_its_files(tmp_path: Path) -> None:
 
 
 def _survive(rank: int, world_size: int, directory: Path) -> list[list[int]]:
-    model = hf.enable(make_model("llama"), timeout=5)
+    model = hf.enable(make_model("llama"), timeout=AMPLE)
     prompts = make_prompts()
-    cache = hf.TreeCache(model.config, timeout=5)
+    cache = hf.TreeCache(model.config, timeout=AMPLE)
     model.generate(**prompts, **{CACHE_NAME: cache}, max_new_tokens=1)
     cache.save(directory)
     if rank == 1:
@@ -142,7 +143,7 @@ def _survive(rank: int, world_size: int, directory: Path) -> list[list[int]]:
     with pytest.raises(ExchangeError):
         model.generate(**prompts, **{CACHE_NAME: cache}, max_new_tokens=8)
     survivors = dist.new_group([0, 2], use_local_synchronization=True)
-    hf.enable(model, group=survivors, timeout=5)
+    hf.enable(model, group=survivors, timeout=AMPLE)
     cache = hf.TreeCache.load(directory, model.config, survivors)
     crop(cache, 1)
     tokens = model.generate(**prompts, **{CACHE_NAME: cache}, max_new_tokens=8)

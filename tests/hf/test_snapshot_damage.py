@@ -17,6 +17,7 @@ from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
+from faults import AMPLE
 from hf_caches import append
 from test_snapshot import CONFIG, LENGTH, check_load, filled
 from tree_attention import BlockCyclic, ExchangeError, hf
@@ -315,7 +316,7 @@ def _saved_tensors(directory: Path) -> bytes:
 
 def _load_elsewhere(rank: int, world_size: int, directories: list[Path]) -> str:
     with pytest.raises((OSError, ValueError, ExchangeError)) as caught:
-        hf.TreeCache.load(directories[rank], CONFIG, timeout=10)
+        hf.TreeCache.load(directories[rank], CONFIG, timeout=AMPLE)
     check_load(rank, world_size, BlockCyclic(2), directories[0])  # the group is as it was
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -341,7 +342,7 @@ def test_ranks_that_load_different_saves_raise(tmp_path: Path) -> None:
 
 def _load_as(rank: int, world_size: int, directory: Path, kv_dtypes: list[str | None]) -> str:
     with pytest.raises(ExchangeError) as caught:
-        hf.TreeCache.load(directory, CONFIG, kv_dtype=kv_dtypes[rank], timeout=10)
+        hf.TreeCache.load(directory, CONFIG, kv_dtype=kv_dtypes[rank], timeout=AMPLE)
     return str(caught.value)
 
 

@@ -21,6 +21,7 @@ from distributed import run_ranks, start_process
 
 pytest.importorskip("transformers")
 
+from faults import AMPLE
 from hf_caches import append, check_holds
 from test_snapshot import CONFIG, LENGTH, check_load, filled
 from tree_attention import BlockCyclic, ExchangeError, hf
@@ -28,7 +29,7 @@ from tree_attention.hf.cache.snapshot import files as snapshot
 
 
 def _fail_to_write(rank: int, world_size: int, directory: Path, function: str) -> str:
-    cache = filled(timeout=10)
+    cache = filled(timeout=AMPLE)
     cache.save(directory)
     append(cache, 3)
     failing = mock.patch.object(snapshot, function, side_effect=OSError("no space left on device"))
@@ -80,7 +81,7 @@ def test_a_full_disk_leaves_the_last_save_and_nothing_else(at_index: bool, tmp_p
 
 
 def _save_the_same(rank: int, world_size: int, directory: Path) -> None:
-    cache = filled(timeout=10)
+    cache = filled(timeout=AMPLE)
     cache.save(directory)
     with pytest.raises((OSError, ExchangeError), match="no space"):
         if rank == 0:
@@ -95,11 +96,11 @@ def test_a_save_that_fails_keeps_files_that_the_index_names(tmp_path: Path) -> N
 
 
 def _wait_in_vain(rank: int, world_size: int, directory: Path) -> str:
-    cache = filled(timeout=3)
+    cache = filled(timeout=5)
     write = snapshot.write_index
 
     def write_late(*args: Any) -> None:
-        time.sleep(4)
+        time.sleep(7)
         write(*args)
 
     late = mock.patch.object(snapshot, "write_index", write_late)
@@ -112,13 +113,13 @@ def _wait_in_vain(rank: int, world_size: int, directory: Path) -> str:
 def test_files_of_an_index_that_comes_late_are_kept(tmp_path: Path) -> None:
     """A rank that only ran out of time does not know that the first one failed."""
     errors = run_ranks(_wait_in_vain, 2, tmp_path, fresh=True)
-    assert "no answer within 3 s" in errors[1]
+    assert "no answer within 5 s" in errors[1]
     run_ranks(check_load, 1, BlockCyclic(1), tmp_path)
 
 
 def _save_elsewhere(rank: int, world_size: int, directory: Path) -> str:
     own = directory / str(rank)
-    cache = filled(timeout=10)
+    cache = filled(timeout=AMPLE)
     with pytest.raises((OSError, ExchangeError)) as caught:
         cache.save(own)
     assert not list(own.iterdir())
@@ -208,7 +209,7 @@ def _kill_itself(*_: object) -> None:
 
 
 def _die_while_saving(rank: int, world_size: int, directory: Path) -> str:
-    cache = filled(timeout=5)
+    cache = filled(timeout=AMPLE)
     cache.save(directory)
     append(cache, 3)
     with pytest.raises(ExchangeError) as caught:
