@@ -49,6 +49,8 @@ _GRACE_SECONDS = 5.0
 _START_SECONDS, _EXIT_SECONDS = 240.0, 60.0
 # For a process that imports torch to start, work and end, on a machine with other work.
 AMPLE_SECONDS = 600.0
+# Ranks compile at their own pace, which the timeout of a call has to allow for.
+COMPILING = 600.0
 # How many times longer it takes to start an interpreter, and to end one, than a forked process.
 _PATIENCE_WITH_INTERPRETERS = 3.0
 # Each takes seconds to start and 0.4 GB.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import COMPILING, run_ranks
 
 pytest.importorskip("transformers")
 
@@ -24,7 +24,6 @@ from tree_attention.hf import CACHE_NAME
 OP = "append_kv"
 GREEDY = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
 MAX_LENGTH = 64
-SECONDS = 200.0  # every rank starts CUDA once, and one compiles
 
 
 @cache
@@ -48,8 +47,7 @@ def generate(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, layout = model_on_device(name, "enabled"), BlockCyclic(world_size, 4)
-    # Ranks compile at their own pace.
-    options = {"max_length": MAX_LENGTH, "timeout": SECONDS, **options}
+    options = {"max_length": MAX_LENGTH, "timeout": COMPILING, **options}
     hf.enable(model, group_of(backend) if world_size > 1 else None, layout, **options)
     for _ in range(3):  # each with a cache of its own: graphs are captured again, not compiled
         assert torch.equal(model.generate(**prompts_on_device(), **GREEDY).cpu(), tokens)
@@ -63,7 +61,7 @@ def generate(
 )
 def test_generate_captures_the_steps(name: str, world_size: int, cuda: torch.device) -> None:
     tokens = model_on_device(name, "plain").generate(**prompts_on_device(), **GREEDY).cpu()
-    counts = run_ranks(generate, world_size, name, {}, tokens, timeout=SECONDS)
+    counts = run_ranks(generate, world_size, name, {}, tokens, timeout=COMPILING)
     assert counts == ([1] if world_size == 1 else [0, 0])
 
 
@@ -73,7 +71,7 @@ def test_generate_captures_the_steps(name: str, world_size: int, cuda: torch.dev
 def test_steps_with_exchanges_are_captured(strategy: str, cuda: torch.device) -> None:
     tokens = model_on_device("llama", "plain").generate(**prompts_on_device(), **GREEDY).cpu()
     case = "llama", {"strategy": strategy}, tokens, "nccl"
-    assert run_ranks(generate, 2, *case, timeout=3 * SECONDS) == [1, 1]
+    assert run_ranks(generate, 2, *case, timeout=COMPILING) == [1, 1]
 
 
 @contextmanager

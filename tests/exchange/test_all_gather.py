@@ -10,13 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import Lost, on_ranks, run_ranks
+from distributed import COMPILING, Lost, on_ranks, run_ranks
 from faults import AMPLE, QUICK, SLACK, TIMEOUT, Outcome, end_or_stall, failure
 from tiers import by_world, tiers
 from tree_attention import Communicator, ExchangeError
-
-# Ranks compile at their own pace, which the timeout of a call has to allow for.
-COMPILING = 120.0
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool)
 # The counts of ranks 0, 1, ...; a world takes as many as it has ranks.
@@ -169,7 +166,9 @@ def test_in_a_graph(rank: int, world_size: int) -> None:
 
     def twice(x: Tensor) -> tuple[Tensor, Tensor]:
         rows = comm.all_gather(x.int(), counts, 0)
-        return rows, comm.all_gather(rows.mT * 0.5 + x.sum(), [len(rows)] * world_size, timeout=30)
+        return rows, comm.all_gather(
+            rows.mT * 0.5 + x.sum(), [len(rows)] * world_size, timeout=COMPILING
+        )
 
     x = torch.arange(counts[rank] * 4.0).view(-1, 4)
     compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import Lost, on_ranks, run_ranks
+from distributed import COMPILING, Lost, on_ranks, run_ranks
 from faults import AMPLE, SLACK, TIMEOUT, end_or_stall, failure
 from helpers import assert_same_bits
 from tiers import by_world
@@ -202,9 +202,9 @@ def test_lost_ranks_end_the_call_in_time(how: str) -> None:
     assert max(results[0], results[2]) < TIMEOUT + SLACK
 
 
-@on_ranks(2)
+@on_ranks(2, timeout=COMPILING)
 def test_compiles_into_one_graph(rank: int, world_size: int) -> None:
-    comm = Communicator(timeout=120.0)
+    comm = Communicator(timeout=COMPILING)
 
     def step(scores: Tensor, slots: Tensor) -> Tensor:
         scores, slots = all_merge_topk(scores, slots, comm, topk=3, index_dtype=torch.float32)

@@ -10,14 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed import on_ranks, run_ranks
-from faults import AMPLE
+from distributed import COMPILING, on_ranks, run_ranks
 from helpers import make_problem
 from tiers import by_world
 from tree_attention import Communicator, ExchangeError, all_merge_states, tree_decode
-
-# Ranks compile at their own pace, which the timeout of a call has to allow for.
-COMPILING = 120.0
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -65,7 +61,7 @@ def test_tree_decode(world_size: int, case: str) -> None:
 
 @pytest.mark.deep
 def test_tree_decode_by_inductor() -> None:
-    run_ranks(decode, 2, "inductor", "plain", timeout=2 * COMPILING)
+    run_ranks(decode, 2, "inductor", "plain", timeout=COMPILING)
 
 
 @by_world([2], [1, 3])
@@ -130,7 +126,7 @@ def test_error_in_a_graph(rank: int, world_size: int) -> None:
 
 # Ranks of uneven heads: each has outputs of its own shape.
 @pytest.mark.parametrize("world_size", [1, 3])
-@on_ranks()
+@on_ranks(timeout=COMPILING)
 def test_schemas_and_fakes(rank: int, world_size: int) -> None:
     ops = torch.ops.tree_attention
     torch.manual_seed(0)
@@ -140,7 +136,7 @@ def test_schemas_and_fakes(rank: int, world_size: int) -> None:
         "strategy": "auto",
         "payload_dtype": torch.float32,
         "head_sharded": True,
-        "timeout": AMPLE,
+        "timeout": COMPILING,
         "out_dtype": torch.bfloat16,
     }
     tests = ("test_schema", "test_faketensor")
@@ -151,7 +147,7 @@ def test_schemas_and_fakes(rank: int, world_size: int) -> None:
             {**exchange, "deterministic": 0, "explain": False},
         ),
         (ops.all_merge_states, (o, lse, None), exchange),
-        (ops.all_reduce, (None, o), {"payload_dtype": None, "timeout": AMPLE}),
-        (ops.all_gather, (None, o, [4] * world_size, 1), {"timeout": AMPLE}),
+        (ops.all_reduce, (None, o), {"payload_dtype": None, "timeout": COMPILING}),
+        (ops.all_gather, (None, o, [4] * world_size, 1), {"timeout": COMPILING}),
     ):
         torch.library.opcheck(op.default, arguments, options, test_utils=tests)

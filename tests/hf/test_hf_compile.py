@@ -13,14 +13,12 @@ pytest.importorskip("transformers")
 
 from transformers import CompileConfig
 
-from distributed import run_ranks
+from distributed import COMPILING, run_ranks
 from hf_models import make_model, make_prompts
 from tree_attention import hf
 from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import window
 
-# Ranks compile at their own pace, also at different steps.
-COMPILING = 200.0
 STEPS = 80  # over the end of a block and of a buffer
 GREEDY = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False}
 
