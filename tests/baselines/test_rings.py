@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
+from faults import AMPLE
 from helpers import assert_same_bits, make_problem
 from instruction_sets import QUICK, use
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
@@ -106,7 +107,7 @@ def test_arguments_are_refused_before_anything_is_sent(
     torch.manual_seed(5)
     problem = make_problem(seqlen_k=20)
     q, k, v = problem.q, problem.k, problem.v
-    comm = Communicator(timeout=5.0)
+    comm = Communicator(timeout=AMPLE)
     decode = RINGS[name]
     good = decode(q, k, v, group=comm)
     sent = comm.bytes_sent

@@ -14,6 +14,7 @@ from torch import Tensor
 from distributed import on_ranks, run_ranks
 from dry_device import leave_device
 from fake_device import DeviceTensor, counted_copies, fake_cuda, host_that_does_not_wait
+from faults import AMPLE
 from helpers import assert_same_bits, make_problem
 from tree_attention import (
     BlockCyclic,
@@ -98,7 +99,7 @@ def decode(rank: int, world_size: int, strategy: str) -> list[Tensor]:
 @pytest.mark.parametrize("strategy", strategies())
 @on_ranks(2)
 def test_call_changed_on_one_rank(rank: int, world_size: int, strategy: str) -> None:
-    comm = Communicator(timeout=5.0)
+    comm = Communicator(timeout=AMPLE)
     with fake_cuda():
         o, lse = torch.ones(1, 2, 1, 8).to("cuda"), torch.zeros(1, 2, 1).to("cuda")
         for _ in range(2):

@@ -179,7 +179,7 @@ class Scribbled:
 
 
 def read_garbage(rank: int, world_size: int, content: bytes) -> str:
-    comm = Communicator(timeout=2.0)
+    comm = Communicator(timeout=2.0 if content == b"{}" else AMPLE)
     assert comm._session is not None
     talk = comm._session._agreement
     talk._store = Scribbled(talk._store, content)  # type: ignore[assignment]

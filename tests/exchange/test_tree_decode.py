@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
+from faults import AMPLE
 from helpers import assert_same_bits, make_problem, paginate
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
 from tiers import tiers
@@ -159,7 +160,7 @@ def test_arguments_are_refused_before_anything_is_sent(rank: int, world_size: in
     torch.manual_seed(5)
     problem = make_problem(seqlen_k=20)
     q, k, v = problem.q, problem.k, problem.v
-    comm = Communicator(timeout=5.0)
+    comm = Communicator(timeout=AMPLE)
     good = tree_decode(q, k, v, group=comm)
     sent = comm.bytes_sent
     with pytest.raises(ValueError, match="strategy must be one of auto, all_gather, butter"):
