@@ -15,6 +15,10 @@ SOURCES: list[tuple[Compiler, list[Path]]] = [
         emulator_build.COMPILER,
         [*emulated.KERNELS, *emulator_build.TESTS, *emulated_ablations.KERNELS],
     ),
+    (
+        emulator_build.THREAD_COMPILER,
+        [*emulator_build.EMULATOR, *emulator_build.TESTS, *emulator_build.LAUNCHES],
+    ),
     (emulated.COMPILER, [*emulated.BRIDGE, *emulated_ablations.BRIDGE]),
 ]
 

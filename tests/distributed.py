@@ -47,7 +47,7 @@ from unittest import mock
 # A rank that fails leaves its peers inside a collective; they get this long to notice.
 _GRACE_SECONDS = 5.0
 _START_SECONDS, _EXIT_SECONDS = 240.0, 60.0
-# For a process that imports torch to start, work and end, on a machine with other work.
+# For a process to start, work and end, on a machine with other work.
 AMPLE_SECONDS = 600.0
 # Ranks compile at their own pace, which the timeout of a call has to allow for.
 COMPILING = 600.0

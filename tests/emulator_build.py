@@ -2,6 +2,7 @@
 """Compiles the kernels for the emulated CUDA device, and the program that tests both."""
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 from compilation import ROOT, Compiler
@@ -13,6 +14,11 @@ FLAGS = [
     *("-Itests/cuda_emulator", "-Itests/cpp", "-Icsrc", "-I.", "-DTREE_ATTENTION_WGMMA"),
 ]
 COMPILER = Compiler(BUILD, FLAGS, header=Path("tests/cuda_emulator/standard_library.h"))
+THREAD_COMPILER = replace(
+    COMPILER,
+    build=ROOT / "build" / "cuda_emulator_thread",
+    flags=[*FLAGS, "-O1", "-fsanitize=thread"],
+)
 # For programs with a part of the kernels only.
 PARTIAL_LINK_FLAGS = ["-no-pie", "-Wl,--unresolved-symbols=ignore-in-object-files"]
 

@@ -12,6 +12,7 @@ import pytest
 
 import emulator_build
 from compilation import ROOT, Compiler
+from distributed import AMPLE_SECONDS
 
 CUDA = Path("/usr/local/cuda/include")
 
@@ -38,7 +39,7 @@ def check(cute: list[Path], folder: Path, root: Path) -> subprocess.CompletedPro
         [*emulator_build.EMULATOR, Path("tests/cuda/cute/check_layouts.cpp")]
     )
     program = compiler.link("check_layouts", [*objects, *cute])
-    return subprocess.run([program], capture_output=True, text=True, timeout=60)
+    return subprocess.run([program], capture_output=True, text=True, timeout=AMPLE_SECONDS)
 
 
 def test_layouts_are_those_of_cute(cute: list[Path], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import emulator_build
+from distributed import AMPLE_SECONDS
 from ptx_translator import UnknownPTX, translate
 from translated import build, instantiation, ptx_of, run
 
@@ -22,7 +23,7 @@ def known_answers(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_known_answers(known_answers: str, tmp_path: Path) -> None:
     program = build(known_answers, "known_answers", tmp_path)
-    assert run(program, "known_answers", seconds=180) == ""
+    assert run(program, "known_answers", seconds=AMPLE_SECONDS) == ""
 
 
 # The same text everywhere: of ptx_hopper.h, or of what nvcc makes of its functions.
@@ -88,8 +89,11 @@ def test_decode(kernel: Kernel, tmp_path: Path) -> None:
     sources = [*emulator_build.LAUNCHES, instance]
     # That it is the PTX that runs.
     trap = re.sub(r"^\{.*?^\}", "{\n\ttrap;\n\tret;\n}", ptx, flags=re.DOTALL | re.MULTILINE)
-    assert "trap.ptx" in run(build(trap, "trap", tmp_path, sources), kernel.cases)
-    assert run(build(ptx, "translated", tmp_path, sources), kernel.cases) == ""
+    assert "trap.ptx" in run(
+        build(trap, "trap", tmp_path, sources), kernel.cases, seconds=AMPLE_SECONDS
+    )
+    program = build(ptx, "translated", tmp_path, sources)
+    assert run(program, kernel.cases, seconds=AMPLE_SECONDS) == ""
 
 
 def module(*instructions: str) -> str:
