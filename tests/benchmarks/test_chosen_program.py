@@ -24,8 +24,10 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_case_is_measured_and_right() -> None:
     threads = torch.get_num_threads()
-    report = chosen.measure(256, 0.0, with_ranks=False)
-    torch.set_num_threads(threads)
+    try:
+        report = chosen.measure(256, 0.0, with_ranks=False)
+    finally:
+        torch.set_num_threads(threads)
     assert report.wrong == [] and len(report.rows) == len(chosen.INDEXES) + 4
     assert all(0 < row["error"] < 1e-2 for row in report.rows)
     assert sum("ceiling" in row for row in report.rows) == len(chosen.INDEXES)

@@ -327,6 +327,7 @@ def test_one_who_listens_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Peers that send anything, and a silent one, do not end it. Ctrl-C does, without an error."""
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 60.0)
     server, said = doctor.listener(0), [b"", b"GET /\r\n", b"{}\n", b"x" * (1 << 17)]
     silent = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
     port = server.getsockname()[1]
