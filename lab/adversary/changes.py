@@ -20,7 +20,7 @@ from .ops import call_decoder, check_merged, decode_arguments
 from .outcome import Outcome, attempt
 from .places import Place
 
-_SECONDS = 3.0  # of a call: an error comes long before
+_SECONDS = 10.0  # of a call: an error comes long before
 
 
 @dataclass(frozen=True)

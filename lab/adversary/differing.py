@@ -29,7 +29,7 @@ from .outcome import attempt
 from .places import leave, place
 
 _NUM_TOKENS = 10
-_SECONDS = 4.0  # of an exchange: an error comes long before
+_SECONDS = 10.0  # of an exchange: an error comes long before
 
 
 class _Push(LogitsProcessor):

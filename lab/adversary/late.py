@@ -23,6 +23,7 @@ from .cases import Case, made_once
 from .outcome import AMPLE, Outcome, attempt
 from .places import Place
 
+_SECONDS = 10.0  # of an exchange: an error comes long before
 OWN_PROCESSES = True  # whose default group ends and begins anew
 _NAMES = ("group", "groups", "init_process_group", "destroyed", "process group", "world", "rank",
           "layout")  # fmt: skip
@@ -91,13 +92,13 @@ def enabled_before(rng: Random, rank: int, size: int, begin: Callable[[], None])
     model = make_model("llama")
     way = rng.choice(["enable", "TreeCache", "both"])
     differs = rng.random() < 0.5
-    model = hf.enable(model, timeout=3.0)
+    model = hf.enable(model, timeout=_SECONDS)
     cache = None if way == "enable" else hf.TreeCache(model.config)
     if rng.random() < 0.3:
         _is_plains(_generate(model, ids := _ids(rng, rank, False)), ids)
     begin()
     if way == "TreeCache":
-        hf.enable(model, timeout=3.0)
+        hf.enable(model, timeout=_SECONDS)
     ids = _ids(rng, rank, differs)
     more = {} if cache is None else {CACHE_NAME: cache}
     try:
@@ -115,7 +116,7 @@ def enabled_before(rng: Random, rank: int, size: int, begin: Callable[[], None])
 
 def communicator_before(rng: Random, rank: int, size: int, begin: Callable[[], None]) -> str:
     """It stays one of a world of one and says so, or is refused: never a part for the whole."""
-    comm = Communicator(timeout=3.0)
+    comm = Communicator(timeout=_SECONDS)
     x = torch.full((3,), rank + 1.0)
     assert torch.equal(attempt(comm.all_reduce, x).result(), x)
     begin()
@@ -140,9 +141,9 @@ def gone(rng: Random, rank: int, size: int, begin: Callable[[], None]) -> str:
     begin()
     of_its_own = rng.random() < 0.5
     group = dist.new_group(range(size)) if of_its_own else None
-    comm = Communicator(group, 3.0)
+    comm = Communicator(group, _SECONDS)
     is_used = rng.random() < 0.7
-    model = hf.enable(make_model("llama"), rng.choice([comm, group]), timeout=3.0)
+    model = hf.enable(make_model("llama"), rng.choice([comm, group]), timeout=_SECONDS)
     ids = _ids(rng, rank, False)
     if is_used:
         _is_plains(Outcome(0.0, _generate(model, ids).result()), ids)

@@ -148,27 +148,27 @@ def test_packets_take_their_time(cluster: EmulatedCluster) -> None:
     assert str(far).startswith("host0 to host2: round trip 4")
 
 
-def reaches(cluster: EmulatedCluster, a: int, b: int) -> bool:
+def reaches(cluster: EmulatedCluster, a: int, b: int, seconds: float = 0.3) -> bool:
     ping = f"""
 import socket
 s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-s.settimeout(0.3)
+s.settimeout({seconds})
 try:
     s.connect(("host{b}", 1))
 except ConnectionRefusedError:
     pass  # it was there to refuse
 """
     command = [sys.executable, "-c", ping]
-    return cluster.start(a, command, stderr=subprocess.DEVNULL).wait(20) == 0
+    return cluster.start(a, command, stderr=subprocess.DEVNULL).wait(240) == 0
 
 
 def test_links_are_cut_and_mended(cluster: EmulatedCluster) -> None:
-    assert reaches(cluster, 0, 2)
+    assert reaches(cluster, 0, 2, seconds=10)
     cluster.relay.cut(0, 2)
     assert not reaches(cluster, 0, 2) and not reaches(cluster, 2, 0)
-    assert reaches(cluster, 1, 2)
+    assert reaches(cluster, 1, 2, seconds=10)
     cluster.relay.mend(0, 2)
-    assert reaches(cluster, 0, 2)
+    assert reaches(cluster, 0, 2, seconds=10)
     cluster.relay.lose(0, 2, 1.0)
     assert not reaches(cluster, 0, 2)
     with pytest.raises(ValueError, match="no such pair of hosts: cut 0 3"):
