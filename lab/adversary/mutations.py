@@ -103,6 +103,10 @@ MUTATIONS = (
         "tokens are appended to the memory that the caller put there",
         "callers", "replaced", "logits are off", 60,
     ),
+    Mutation(
+        "rows read what the next tokens put in place of their document",
+        "sessions", "documents", "below the best|are off", 8,
+    ),
 )  # fmt: skip
 
 

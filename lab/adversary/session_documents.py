@@ -37,7 +37,9 @@ def documents(session: Conversation, rng: Random) -> str:
             shared = _share(session, rng)
             asking += [] if shared is None else [(shared, session.length)]
         elif act == "go on":
-            said.append(rng.choice([forward, forward, caches.crop])(session, rng))
+            if rng.random() < 0.5:  # its next tokens must leave what the rows read
+                said.append(caches.crop(session, rng))
+            said.append(forward(session, rng))
         else:
             number = rng.randrange(len(asking))
             rows, length = asking[number]

@@ -417,7 +417,8 @@ class TreeCacheLayer(CacheLayerMixin):
 
     def cut(self, length: int) -> None:
         """Forgets all tokens but the first `length`."""
-        if length < self.lent:  # others read what the next tokens would overwrite
+        # Without this: rows read what the next tokens put in place of their document.
+        if length < self.lent:
             size = self.key_rows.shape[2]
             self._reallocate(slice(0, self.shard.count(length) - self.dropped), size, self.dropped)
         self.length = length
