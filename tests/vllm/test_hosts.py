@@ -131,21 +131,31 @@ def test_nobody_at_the_address() -> None:
     assert time.monotonic() - begin < 9  # a store that is told 5 s waits for 11
 
 
-def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("used", "options"),
+    [
+        ("--host and --port", {"host": "127.0.0.1", "port": None}),
+        ("--host and --port", {"port": None}),
+        ("--master-addr and --master-port", {"nnodes": 2, "master_port": None}),
+    ],
+)
+def test_a_port_in_use(used: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told before vLLM is imported, and looked at again after that."""
+    monkeypatch.setenv("TREE_ATTENTION_VLLM", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"a free port, got 127.0.0.1:{port}: Address alr"):
-            hosts.meet("127.0.0.1", port, 0, 2, {}, print, seconds=1.0)
-        monkeypatch.setenv("TREE_ATTENTION_VLLM", "0")
-        with pytest.raises(ValueError, match=rf"--host and --port must be .*:{port}: Address alr"):
-            program.prepare(Namespace(**OPTIONS | {"host": "127.0.0.1", "port": port}))
+        options = {name: value or port for name, value in options.items()}
+        sentence = rf"{used} must be .* a free port, got [\d.]+:{port}: Address already in use"
+        words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        with pytest.raises(ValueError, match=sentence):
+            program.check_early(["m", *words])
+        with pytest.raises(ValueError, match=sentence):
+            program.prepare(Namespace(**OPTIONS | options))
 
 
 def test_an_address_that_is_not_the_first_hosts() -> None:
     with pytest.raises(ValueError, match=r"--master-addr and --master-port must be an address of"):
-        hosts.meet("192.0.2.1", 29501, 0, 2, {}, print)
-    with pytest.raises(ValueError, match="--master-port must be from 1 to 65535, got 70000"):
-        hosts.meet("127.0.0.1", 70000, 1, 2, {}, print)
+        program.check_early(["m", "--nnodes=2", "--master-addr=192.0.2.1"])
     with pytest.raises(ValueError, match=r"name must be an address .*, got 127.0.0.1:70000: .*655"):
         hosts.check_free("127.0.0.1", 70000, "name")
 
@@ -206,6 +216,8 @@ def test_processes_share_no_core_and_no_socket(tmp_path: Path) -> None:
 OPTIONS = {
     "nnodes": 1,
     "node_rank": 0,
+    "master_addr": "127.0.0.1",
+    "master_port": 29501,
     "headless": False,
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 1,
@@ -274,6 +286,15 @@ def test_options_with_which_hosts_would_wait(
             "--node-rank must be from 0 to 0, below --nnodes, got",
         ),
         (["serve", "m", "--nnodes", "2", "-r", "1"], "--headless must be given with --node-rank 1"),
+        (["serve", "m", "--nnodes", "0"], "--nnodes must be at least 1, got 0"),
+        (
+            ["serve", "m", "--port", "70000"],
+            "--host and --port must be an address of this host and",
+        ),
+        (
+            ["serve", "m", "-n", "2", "--master-port", "0"],
+            "--master-port must be from 1 to 65535, g",
+        ),
     ],
 )
 def test_mistakes_that_show_without_vllm(
@@ -320,8 +341,12 @@ def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_left_to_vllm() -> None:
     """vLLM's own options, and options that its --config file may have."""
-    program.check_early(["m", "--dtype", "float32", "--served-model-name", "a", "b", "--x.y=1"])
+    program.check_early(
+        ["m", "--port=0", "--dtype", "float32", "--served-model-name", "a", "--x.y=1"]
+    )
     program.check_early(["m", "--config", "file.yaml", "--node-rank", "3"])
+    for word in ("-h", "--help", "--help=ModelConfig"):  # also where a server has its port
+        program.check_early([word, "--port", "70000"])
     for words in (["--shares", "3,1"], ["--shares=auto"]):
         with pytest.raises(ValueError, match="--shares must be left out: vLLM's block manager giv"):
             program.check_early(["m", *words])
@@ -334,7 +359,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert program.main(["serve", "m"]) == 2
+    assert program.main(["serve", "m", "--port", "0"]) == 2
     assert "vLLM is not installed in this environment: see docs/vllm.md" in capsys.readouterr().err
 
 

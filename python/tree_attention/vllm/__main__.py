@@ -126,14 +126,20 @@ def check_early(arguments: list[str]) -> None:
     parser.add_argument("--master-port", type=int, default=29501)
     parser.add_argument("--cpu-distributed-timeout-seconds", type=int)
     parser.add_argument("--headless", action="store_true")
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--uds")
     parser.add_argument("--config")
     parser.add_argument("--shares")
+    parser.add_argument("--help", "-h", nargs="?", const="all")
 
     def as_vllm_reads(word: str) -> str:
         name, sign, value = word.partition("=")
         return name.replace("_", "-") + sign + value if word.startswith("--") else word
 
     asked, _ = parser.parse_known_args(list(map(as_vllm_reads, arguments)))
+    if asked.help is not None:
+        return
     if asked.shares is not None:
         raise ValueError(
             "--shares must be left out: vLLM's block manager gives each rank of decode context "
@@ -153,8 +159,11 @@ def check_early(arguments: list[str]) -> None:
 
 
 def check_hosts(asked: Namespace) -> None:
-    """Raises ValueError for options with which hosts would wait for each other."""
+    """Raises ValueError for options with which hosts would wait for each other, and for addresses
+    at which this one cannot listen."""
     nnodes, rank = asked.nnodes, asked.node_rank
+    if nnodes < 1:
+        raise ValueError(f"--nnodes must be at least 1, got {nnodes}")
     if not 0 <= rank < nnodes:
         raise ValueError(f"--node-rank must be from 0 to {nnodes - 1}, below --nnodes, got {rank}")
     if rank > 0 and not asked.headless:
@@ -169,7 +178,15 @@ def check_hosts(asked: Namespace) -> None:
             f"--cpu-distributed-timeout-seconds must be at least {LEAST_TIMEOUT}, got {timeout:g}"
         )
     if nnodes > 1:
+        if not 0 < asked.master_port < 65536:
+            raise ValueError(f"--master-port must be from 1 to 65535, got {asked.master_port}")
         hosts.address_towards(asked.master_addr, asked.master_port)
+        if rank == 0:
+            name = "with --node-rank 0, --master-addr and --master-port"
+            hosts.check_free(asked.master_addr, asked.master_port, name)
+    if not asked.headless and not asked.uds:
+        family = socket.AF_INET6 if ":" in (asked.host or "") else socket.AF_INET  # as in vLLM
+        hosts.check_free(asked.host or "0.0.0.0", asked.port, "--host and --port", family)
 
 
 def timeout_of(asked: Namespace) -> float:
@@ -264,10 +281,7 @@ def prepare(asked: Namespace) -> Watch | None:
                 "vLLM has not loaded the plug-in: VLLM_PLUGINS must be unset or name "
                 "tree_attention, and the package must be installed, not only be found on PYTHONPATH"
             )
-    check_hosts(asked)
-    if not asked.headless and not asked.uds:
-        family = socket.AF_INET6 if ":" in (asked.host or "") else socket.AF_INET  # as in vLLM
-        hosts.check_free(asked.host or "0.0.0.0", asked.port, "--host and --port", family)
+    check_hosts(asked)  # again, as vLLM's --config file and some seconds may have changed it
     watch = None
     cpus = in_place(os.sched_getaffinity(0))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, processes_of(asked)))

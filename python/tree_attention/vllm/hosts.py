@@ -63,12 +63,9 @@ def meet(
     """Returns when all `nnodes` hosts have connected to `host:port` and their notes are equal, or
     raises ValueError on each host that can tell what is wrong."""
     place = f"{host}:{port}"
-    if not 0 < port < 65536:
-        raise ValueError(f"--master-port must be from 1 to 65535, got {port}")
 
     def run(answered: Callable[[], None]) -> Meeting:
         if node_rank == 0:
-            check_free(host, port, "with --node-rank 0, --master-addr and --master-port")
             store, watched = (_store(host, p, seconds, is_first=True) for p in (port, 0))
         else:
             _wait_for(host, port, seconds, answered)
