@@ -214,6 +214,7 @@ def test_processes_share_no_core_and_no_socket(tmp_path: Path) -> None:
 
 
 OPTIONS = {
+    "model_tag": "m",
     "nnodes": 1,
     "node_rank": 0,
     "master_addr": "127.0.0.1",
@@ -277,6 +278,7 @@ def test_options_with_which_hosts_would_wait(
         ([], "the first argument must be serve, got nothing"),
         (["m", "serve"], "the first argument must be serve, got 'm'"),
         (["serve"], "MODEL is missing: serve MODEL [options of vllm serve]"),
+        (["serve", "", "--headless"], "MODEL is missing: serve MODEL [options of vllm serve]"),
         (["serve", "/no/model"], "MODEL must be a directory, or the name of a model on the Hugg"),
         (["serve", "./examples/passkey-lama"], "MODEL must be a directory, or the name of a model"),
         (["serve", "m", "--nnodes=2", "--master_addr", "no.invalid"], "--master-addr must be the"),
@@ -339,6 +341,24 @@ def test_a_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert "argument --nnodes/-n: invalid int value: 'two'" in error
 
 
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (None, "MODEL is missing"),
+        ("/no/model", "MODEL must be a directory, or the name of a model"),
+    ],
+)
+def test_a_model_that_only_vllms_parser_finds(
+    model: str | None, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one, as where a variable of the shell is empty, vLLM would take its own default."""
+    monkeypatch.setenv("TREE_ATTENTION_VLLM", "0")
+    words = ["--port", "0", "--dtype", "float32", *([] if model is None else [model])]
+    program.check_early(words)
+    with pytest.raises(ValueError, match=sentence):
+        program.prepare(Namespace(**OPTIONS | {"model_tag": model}))
+
+
 def test_what_is_left_to_vllm() -> None:
     """vLLM's own options, and options that its --config file may have."""
     program.check_early(
@@ -367,7 +387,7 @@ def test_secrets_and_what_differs_stay_on_their_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TREE_ATTENTION_VLLM", "1")
     secrets = {"hf_token": "secret", "model_loader_extra_config": {"key": "secret"}}
     asked = Namespace(
-        **secrets, model="m", model_tag=None, max_model_len=512, nnodes=2, node_rank=1, api_key="k"
+        **secrets, model="", model_tag="m", max_model_len=512, nnodes=2, node_rank=1, api_key="k"
     )
     with stub_of_vllm():
         note = program.note_of(asked)

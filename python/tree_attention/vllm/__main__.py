@@ -145,11 +145,16 @@ def check_early(arguments: list[str]) -> None:
             "--shares must be left out: vLLM's block manager gives each rank of decode context "
             "parallelism as many blocks as the others"
         )
+    if not (arguments and arguments[0].startswith("-")):  # or MODEL is among the options
+        check_model(arguments[0] if arguments else None)
     if asked.config is None:  # whose file has any of them
         check_hosts(asked)
-    if not arguments:
+
+
+def check_model(model: str | None) -> None:
+    """Raises ValueError for a MODEL that is missing, or a path that is."""
+    if not model:  # of which vLLM would take one of its own
         raise ValueError("MODEL is missing: serve MODEL [options of vllm serve]")
-    model = arguments[0]
     # Other names may be on the Hub, or in one of the stores and files that vLLM reads.
     if model.startswith((".", "/", "~")) and not Path(model).exists():
         raise ValueError(
@@ -281,7 +286,9 @@ def prepare(asked: Namespace) -> Watch | None:
                 "vLLM has not loaded the plug-in: VLLM_PLUGINS must be unset or name "
                 "tree_attention, and the package must be installed, not only be found on PYTHONPATH"
             )
-    check_hosts(asked)  # again, as vLLM's --config file and some seconds may have changed it
+    # Again, as its --config file was not read before, and some seconds have passed.
+    check_model(asked.model_tag)
+    check_hosts(asked)
     watch = None
     cpus = in_place(os.sched_getaffinity(0))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding(cpus, processes_of(asked)))
@@ -357,7 +364,7 @@ def note_of(asked: Namespace) -> dict[str, Any]:
         for name, value in sorted(vars(asked).items())
         if name in fields
     }
-    model = asked.model_tag or asked.model
+    model = asked.model_tag
     config = Path(model) / "config.json"
     if config.exists():  # which may be in another place on each host
         digest = hashlib.sha256(json.dumps(json.loads(config.read_text())).encode()).hexdigest()
