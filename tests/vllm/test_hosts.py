@@ -160,6 +160,15 @@ def test_an_address_that_is_not_the_first_hosts() -> None:
         hosts.check_free("127.0.0.1", 70000, "name")
 
 
+def test_the_pages_look_at_vllms_port() -> None:
+    """Which is not the one that `doctor` takes by itself."""
+    docs = ROOT / "docs"
+    of_vllm = (docs / "troubleshooting.md").read_text().partition("## vLLM on several hosts")[2]
+    text = (docs / "vllm.md").read_text() + of_vllm.partition("\n## ")[0]
+    ports = re.findall(r"doctor --(?:listen|peer host0):? ?(\d*)", text)
+    assert len(ports) == 4 and set(ports) == {"29501"}
+
+
 def test_somebody_else_at_the_address() -> None:
     """Who takes the connection and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
