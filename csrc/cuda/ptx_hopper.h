@@ -14,22 +14,10 @@
 
 namespace tree_attention::cuda {
 
-// Products of four warps are for compute capability 9.0 alone, and not in PTX for later devices.
-#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool kHasWgmma = false;
-#else
-constexpr bool kHasWgmma = true;
-#endif
-
 // 9.7.13.15.9 (mbarrier.init): phase 0, which ends after `count` arrivals and all bytes that were
 // expected.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// 9.7.13.15.10 (mbarrier.inval): the memory may be used for something else.
-__device__ __forceinline__ void mbarrier_inval(uint32_t barrier) {
-  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 // 9.7.13.4 (fence): copies see the barriers that this thread has initialised. Other threads see
@@ -71,24 +59,9 @@ __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// 9.7.9.15 (prefetch): fetches a tensor map that will be used.
-__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // 9.7.9.25.5.2 (cp.async.bulk.tensor): copies the box of a tensor that begins at these coordinates,
 // the innermost first, and tells `barrier`. Elements outside of the tensor become zero, and their
 // bytes count, too. The destination is a multiple of 128 bytes, or of 1,024 with a swizzle of 128.
-__device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t destination,
-                                                        const CUtensorMap* map, int32_t x,
-                                                        int32_t y, int32_t z, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(destination),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
-      : "memory");
-}
-
 __device__ __forceinline__ void cp_async_bulk_tensor_4d(uint32_t destination,
                                                         const CUtensorMap* map, int32_t x,
                                                         int32_t y, int32_t z, int32_t w,
@@ -97,17 +70,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(uint32_t destination,
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(destination),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
-      : "memory");
-}
-
-// 9.7.9.25.4.1 (cp.async.bulk): copies `bytes` that lie in a row, and tells `barrier`. The number
-// and both addresses are multiples of 16.
-__device__ __forceinline__ void cp_async_bulk(uint32_t destination, const void* source,
-                                              uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(destination),
-      "l"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
@@ -139,111 +101,51 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// 9.7.15.5.2 (wgmma.mma_async): d = a b, or d += a b where `accumulate`, with a [64, 16] and
-// b [16, n]; n is twice the number of a thread's accumulators: 8, 16, 32, 64 or 128. a and b are
-// descriptors (matrix_descriptor.cuh), b of n rows of k; a of 64 rows of k or, where kTransposedA,
-// of 16 rows of m. Warp w of the four has rows 16 w to 16 w + 15; with g = lane / 4 and
-// t = lane % 4, d[4 j] is (g, 8 j + 2 t), d[4 j + 2] (g + 8, 8 j + 2 t), each with its neighbour.
-#define TREE_ATTENTION_NAMES_4 "%0, %1, %2, %3"
-#define TREE_ATTENTION_NAMES_8 TREE_ATTENTION_NAMES_4 ", %4, %5, %6, %7"
+// 9.7.15.5.2 (wgmma.mma_async): d += a b, with a [64, 16] and b [16, n]; n is twice the number of a
+// thread's accumulators: 16, 32 or 64. a and b are descriptors (matrix_descriptor.cuh), b of n rows
+// of k; a of 64 rows of k or, where kTransposedA, of 16 rows of m. Warp w of the four has rows 16 w
+// to 16 w + 15; with g = lane / 4 and t = lane % 4, d[4 j] is (g, 8 j + 2 t), d[4 j + 2]
+// (g + 8, 8 j + 2 t), each with its neighbour.
+#define TREE_ATTENTION_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TREE_ATTENTION_NAMES_16 TREE_ATTENTION_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define TREE_ATTENTION_NAMES_32                                              \
   TREE_ATTENTION_NAMES_16                                                    \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, " \
   "%30, %31"
-#define TREE_ATTENTION_NAMES_64                                                             \
-  TREE_ATTENTION_NAMES_32                                                                   \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
-  "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TREE_ATTENTION_D_4(i) "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define TREE_ATTENTION_D_8(i) TREE_ATTENTION_D_4(i), TREE_ATTENTION_D_4((i) + 4)
 #define TREE_ATTENTION_D_16(i) TREE_ATTENTION_D_8(i), TREE_ATTENTION_D_8((i) + 8)
 #define TREE_ATTENTION_D_32(i) TREE_ATTENTION_D_16(i), TREE_ATTENTION_D_16((i) + 16)
-#define TREE_ATTENTION_D_64(i) TREE_ATTENTION_D_32(i), TREE_ATTENTION_D_32((i) + 32)
 
-// With `count` accumulators; `o0` to `o3` are the numbers of the operands that follow them.
-#define TREE_ATTENTION_WGMMA(type, n, count, o0, o1, o2, o3)                                \
-  asm volatile("{\n\t.reg .pred %%accumulates;\n\tsetp.ne.b32 %%accumulates, %" #o2         \
-               ", 0;\n"                                                                     \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type            \
-               " {" TREE_ATTENTION_NAMES_##count "}, %" #o0 ", %" #o1                       \
-                                                 ", %%accumulates, 1, 1, %" #o3 ", 0;\n\t}" \
-               : TREE_ATTENTION_D_##count(0)                                                \
-               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kTransposedA ? 1 : 0))
-#define TREE_ATTENTION_WGMMA_OF(type)                                                        \
-  static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32 || kCount == 64); \
-  if constexpr (kCount == 4) TREE_ATTENTION_WGMMA(type, 8, 4, 4, 5, 6, 7);                   \
-  if constexpr (kCount == 8) TREE_ATTENTION_WGMMA(type, 16, 8, 8, 9, 10, 11);                \
-  if constexpr (kCount == 16) TREE_ATTENTION_WGMMA(type, 32, 16, 16, 17, 18, 19);            \
-  if constexpr (kCount == 32) TREE_ATTENTION_WGMMA(type, 64, 32, 32, 33, 34, 35);            \
-  if constexpr (kCount == 64) TREE_ATTENTION_WGMMA(type, 128, 64, 64, 65, 66, 67)
+// With `count` accumulators; `o0` to `o2` are the numbers of the operands that follow them.
+#define TREE_ATTENTION_WGMMA(type, n, count, o0, o1, o2)                                        \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type                \
+               " {" TREE_ATTENTION_NAMES_##count "}, %" #o0 ", %" #o1 ", 1, 1, 1, %" #o2 ", 0;" \
+               : TREE_ATTENTION_D_##count(0)                                                    \
+               : "l"(a), "l"(b), "n"(kTransposedA ? 1 : 0))
+#define TREE_ATTENTION_WGMMA_OF(type)                                         \
+  static_assert(kCount == 8 || kCount == 16 || kCount == 32);                 \
+  if constexpr (kCount == 8) TREE_ATTENTION_WGMMA(type, 16, 8, 8, 9, 10);     \
+  if constexpr (kCount == 16) TREE_ATTENTION_WGMMA(type, 32, 16, 16, 17, 18); \
+  if constexpr (kCount == 32) TREE_ATTENTION_WGMMA(type, 64, 32, 32, 33, 34)
 
 template <bool kTransposedA, int kCount>
-__device__ __forceinline__ void wgmma_m64k16_bf16(float (&d)[kCount], uint64_t a, uint64_t b,
-                                                  bool accumulate) {
+__device__ __forceinline__ void wgmma_m64k16_bf16(float (&d)[kCount], uint64_t a, uint64_t b) {
   TREE_ATTENTION_WGMMA_OF(bf16);
 }
 
 template <bool kTransposedA, int kCount>
-__device__ __forceinline__ void wgmma_m64k16_f16(float (&d)[kCount], uint64_t a, uint64_t b,
-                                                 bool accumulate) {
+__device__ __forceinline__ void wgmma_m64k16_f16(float (&d)[kCount], uint64_t a, uint64_t b) {
   TREE_ATTENTION_WGMMA_OF(f16);
 }
 #undef TREE_ATTENTION_WGMMA
 #undef TREE_ATTENTION_WGMMA_OF
-
-// The product with a in registers, where each warp holds its 16 rows as mma_m16n8k16 does (ptx.h).
-#define TREE_ATTENTION_WGMMA(type, n, count, o0, o1, o2, o3, o4, o5)                         \
-  asm volatile("{\n\t.reg .pred %%accumulates;\n\tsetp.ne.b32 %%accumulates, %" #o5          \
-               ", 0;\n"                                                                      \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." #type "." #type             \
-               " {" TREE_ATTENTION_NAMES_##count "}, {%" #o0 ", %" #o1 ", %" #o2 ", %" #o3   \
-                                                 "}, %" #o4 ", %%accumulates, 1, 1, 0;\n\t}" \
-               : TREE_ATTENTION_D_##count(0)                                                 \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                         \
-                 "r"(static_cast<int>(accumulate)))
-#define TREE_ATTENTION_WGMMA_OF(type)                                                        \
-  static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32 || kCount == 64); \
-  if constexpr (kCount == 4) TREE_ATTENTION_WGMMA(type, 8, 4, 4, 5, 6, 7, 8, 9);             \
-  if constexpr (kCount == 8) TREE_ATTENTION_WGMMA(type, 16, 8, 8, 9, 10, 11, 12, 13);        \
-  if constexpr (kCount == 16) TREE_ATTENTION_WGMMA(type, 32, 16, 16, 17, 18, 19, 20, 21);    \
-  if constexpr (kCount == 32) TREE_ATTENTION_WGMMA(type, 64, 32, 32, 33, 34, 35, 36, 37);    \
-  if constexpr (kCount == 64) TREE_ATTENTION_WGMMA(type, 128, 64, 64, 65, 66, 67, 68, 69)
-
-template <int kCount>
-__device__ __forceinline__ void wgmma_m64k16_bf16(float (&d)[kCount], const uint32_t (&a)[4],
-                                                  uint64_t b, bool accumulate) {
-  TREE_ATTENTION_WGMMA_OF(bf16);
-}
-
-template <int kCount>
-__device__ __forceinline__ void wgmma_m64k16_f16(float (&d)[kCount], const uint32_t (&a)[4],
-                                                 uint64_t b, bool accumulate) {
-  TREE_ATTENTION_WGMMA_OF(f16);
-}
-#undef TREE_ATTENTION_WGMMA
-#undef TREE_ATTENTION_WGMMA_OF
-#undef TREE_ATTENTION_NAMES_4
 #undef TREE_ATTENTION_NAMES_8
 #undef TREE_ATTENTION_NAMES_16
 #undef TREE_ATTENTION_NAMES_32
-#undef TREE_ATTENTION_NAMES_64
 #undef TREE_ATTENTION_D_4
 #undef TREE_ATTENTION_D_8
 #undef TREE_ATTENTION_D_16
 #undef TREE_ATTENTION_D_32
-#undef TREE_ATTENTION_D_64
-
-// 9.7.19.5 (setmaxnreg): how many registers a thread of this warpgroup has from here on, a multiple
-// of 8 from 24 to 256. More waits until other warps have given theirs back.
-template <int kRegisters>
-__device__ __forceinline__ void setmaxnreg_inc() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void setmaxnreg_dec() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
 
 }  // namespace tree_attention::cuda

@@ -87,8 +87,6 @@ SPECIAL_REGISTERS = {
     "%nctaid.x": "gridDim.x",
     "%globaltimer": "globaltimer()",
 }
-# The end of opcodes of copies that a barrier in memory counts.
-TO_SHARED = "shared::cluster.global.mbarrier::complete_tx::bytes"
 # Opcodes that are functions of ptx_host.h, ptx_hopper_host.h and emulator.h without a result. Of
 # the operands those in brackets are addresses; the literal ones must be as here.
 CALLS = {
@@ -115,7 +113,6 @@ CALLS = {
         "store_release_system(reinterpret_cast<uint64_t*>({0}), {1})",
     ),
     "mbarrier.init.shared::cta.b64": (("[b32]", "u32"), "mbarrier_init({0}, {1})"),
-    "mbarrier.inval.shared::cta.b64": (("[b32]",), "mbarrier_inval({0})"),
     "mbarrier.arrive.shared::cta.b64": (("_", "[b32]"), "mbarrier_arrive({1})"),
     "mbarrier.arrive.expect_tx.shared::cta.b64": (
         ("_", "[b32]", "u32"),
@@ -123,19 +120,9 @@ CALLS = {
     ),
     "fence.mbarrier_init.release.cluster": ((), "fence_mbarrier_init()"),
     "fence.proxy.async.shared::cta": ((), "fence_proxy_async()"),
-    "prefetch.tensormap": (
-        ("[b64]",),
-        "prefetch_tensormap(reinterpret_cast<const CUtensorMap*>({0}))",
-    ),
-    f"cp.async.bulk.{TO_SHARED}": (
-        ("[b32]", "[b64]", "u32", "[b32]"),
-        "cp_async_bulk({0}, reinterpret_cast<const void*>({1}), {2}, {3})",
-    ),
     "wgmma.fence.sync.aligned": ((), "wgmma_fence()"),
     "wgmma.commit_group.sync.aligned": ((), "wgmma_commit_group()"),
     "wgmma.wait_group.sync.aligned": (("u32",), "wgmma_wait_group<{0}>()"),
-    "setmaxnreg.inc.sync.aligned.u32": (("u32",), "setmaxnreg_inc<{0}>()"),
-    "setmaxnreg.dec.sync.aligned.u32": (("u32",), "setmaxnreg_dec<{0}>()"),
     "trap": ((), 'fail("trap", source_location::current())'),
     "ret": ((), "return"),
 }
@@ -167,5 +154,5 @@ MMA = {
     f"mma.sync.aligned.m16n8k16.row.col.f32.{type}.{type}.f32": f"mma_m16n8k16_{type}"
     for type in ("bf16", "f16")
 }
-BOX_COPY = rf"cp\.async\.bulk\.tensor\.([34])d\.{TO_SHARED}"
+BOX_COPY = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
 WGMMA = r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.\2"

@@ -157,7 +157,7 @@ class Function:
         yield r"shfl\.sync\.(up|bfly|idx)\.b32", self.shuffle
         yield "|".join(map(re.escape, LDMATRIX)), self.load_matrices
         yield "|".join(map(re.escape, MMA)), self.multiply
-        yield BOX_COPY, self.copy_box
+        yield re.escape(BOX_COPY), self.copy_box
         yield WGMMA, self.begin_product
         yield r"call\.uni", self.call
 
@@ -245,38 +245,32 @@ class Function:
         map, coordinates = re.fullmatch(r"\[([^,]*), (\{.*\})\]", source).groups()
         map = f"reinterpret_cast<const CUtensorMap*>({self.address(f'[{map}]', 'b64')})"
         places = [self.read(name, "s32") for name in list_of(coordinates)]
-        if len(places) != int(match[1]):
+        if len(places) != 4:
             raise UnknownPTX(f"{len(places)} coordinates")
         to, of = self.address(destination, "b32"), self.address(barrier, "b32")
-        return f"cp_async_bulk_tensor_{match[1]}d({', '.join([to, map, *places, of])});"
+        return f"cp_async_bulk_tensor_4d({', '.join([to, map, *places, of])});"
 
     def begin_product(self, match: re.Match[str], operands: list[str]) -> str:
-        d, a, b, accumulate, *signs = operands
-        sums, registers = list_of(d), list_of(a) if a.startswith("{") else []
+        d, a, b, *others = operands
+        sums = list_of(d)
         if 2 * len(sums) != int(match[1]) or {self.type_of(name) for name in sums} != {"f32"}:
             raise UnknownPTX(f"{len(sums)} accumulators")
-        # Factors of a and b, and which of them are transposed.
-        if signs not in ([["1", "1", "0"]] if registers else [["1", "1", t, "0"] for t in "01"]):
-            raise UnknownPTX(f"the operands {', '.join(signs)}")
-        shared = "0" if registers else self.read(a, "b64")
+        # That d is added to, factors of a and b, and which of them are transposed.
+        if others not in [["1", "1", "1", transposed, "0"] for transposed in "01"]:
+            raise UnknownPTX(f"the operands {', '.join(others)}")
         product = ", ".join(
             [
                 str(match[2] == "bf16").lower(),
                 str(len(sums)),
-                str(not registers and signs[2] == "1").lower(),
-                str(bool(registers)).lower(),
-                shared,
+                str(others[3] == "1").lower(),
+                self.read(a, "b64"),
                 self.read(b, "b64"),
-                self.read(accumulate, "pred"),
             ]
         )
         pointers = ", ".join(f"&{name[1:]}" for name in sums)
-        values = ", ".join(self.read(name, "b32") for name in registers)
-        a_of = f"const u32 a[] = {{{values}}}; " if registers else ""
         return (
-            f"{{ float* const d[] = {{{pointers}}}; {a_of}"
-            f"begin_product({{{product}}}, d, {'a' if registers else 'nullptr'}, "
-            "source_location::current()); }"
+            f"{{ float* const d[] = {{{pointers}}}; "
+            f"begin_product({{{product}}}, d, source_location::current()); }}"
         )
 
     def call(self, match: re.Match[str], operands: list[str]) -> str:

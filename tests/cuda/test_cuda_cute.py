@@ -45,7 +45,7 @@ def check(cute: list[Path], folder: Path, root: Path) -> subprocess.CompletedPro
 def test_layouts_are_those_of_cute(cute: list[Path], tmp_path: Path) -> None:
     result = check(cute, tmp_path, ROOT)
     assert result.returncode == 0, result.stderr
-    assert "71168 elements" in result.stdout
+    assert "26624 elements" in result.stdout
 
 
 @pytest.mark.parametrize(

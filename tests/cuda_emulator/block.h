@@ -82,7 +82,6 @@ struct Warp {
   Meeting meeting;
   void* operands[kWarpSize];
   Products products;
-  int registers = 0;  // of a thread; 0: as the launch has them
 };
 
 // Blocks that are resident together, and where they meet.

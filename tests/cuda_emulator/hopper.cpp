@@ -167,9 +167,6 @@ void arrive_in_shared_memory(BulkCopy& copy) {
   std::memcpy(block.shared.get() + copy.destination, copy.data.data(), copy.data.size());
   std::memcpy(block.async().memory.data() + copy.destination, copy.data.data(), copy.data.size());
   const auto found = block.async().barriers.find(copy.barrier);
-  if (found == block.async().barriers.end()) {
-    throw Error(at(copy.where) + ": the barrier of this copy was given up before it arrived");
-  }
   found->second.bytes -= copy.num_bytes();
   if (const char* error = go_on(found->second)) {
     throw Error(at(copy.where) + ": " + error);
@@ -228,19 +225,6 @@ void init_barrier(uint32_t address, uint32_t count, const std::source_location& 
   std::memcpy(word, &kBarrierWord, sizeof(kBarrierWord));
 }
 
-void end_barrier(uint32_t address, const std::source_location& where) {
-  const auto [offset, barrier] = find_barrier(address, where);
-  char* const word = shared_bytes(address, sizeof(kBarrierWord), where);
-  record_write(word, sizeof(kBarrierWord));
-  const Hidden hidden;
-  if (!barrier->waiting.empty() || barrier->bytes != 0) fail("the barrier is in use", where);
-  for (auto& warp : own_block().warps) {
-    for (auto& thread : warp->lanes) thread->phases.erase(offset);
-  }
-  own_block().async().barriers.erase(offset);
-  std::memset(word, kPoison, sizeof(kBarrierWord));
-}
-
 void fence_barriers() {
   const Hidden hidden;
   for (auto& [offset, barrier] : own_block().async().barriers) {
@@ -291,15 +275,13 @@ void fence_async_proxy() {
   std::memcpy(block.async().memory.data(), block.shared.get(), block.shared_bytes);
 }
 
-void use_tensor_map(const CUtensorMap* map, const std::source_location& where) {
-  read_map(map, where);
-}
-
-void begin_box_copy(uint32_t destination, const CUtensorMap* encoded, const int32_t* coordinates,
-                    int rank, uint32_t barrier, const std::source_location& where) {
+void begin_box_copy(uint32_t destination, const CUtensorMap* encoded,
+                    const int32_t (&coordinates)[4], uint32_t barrier,
+                    const std::source_location& where) {
+  constexpr int kRank = 4;
   const TensorMap map = read_map(encoded, where);
-  if (map.rank != rank) {
-    fail("a copy of " + std::to_string(rank) + " dimensions with a tensor map of " +
+  if (map.rank != kRank) {
+    fail("a copy of " + std::to_string(kRank) + " dimensions with a tensor map of " +
              std::to_string(map.rank),
          where);
   }
@@ -316,11 +298,11 @@ void begin_box_copy(uint32_t destination, const CUtensorMap* encoded, const int3
   const int begin_byte = inside(0, coordinates[0]) * element;
   const int end_byte = inside(0, int64_t{coordinates[0]} + map.box[0]) * element;
   int num_rows = 1;
-  for (int i = 1; i < rank; ++i) num_rows *= map.box[i];
+  for (int i = 1; i < kRank; ++i) num_rows *= map.box[i];
   for (int r = 0; r < num_rows; ++r) {
     int64_t offset = coordinates[0] * int64_t{element};
     bool exists = begin_byte < end_byte;
-    for (int i = 1, rest = r; i < rank; rest /= map.box[i], ++i) {
+    for (int i = 1, rest = r; i < kRank; rest /= map.box[i], ++i) {
       const int64_t place = int64_t{coordinates[i]} + rest % map.box[i];
       exists = exists && place >= 0 && place < static_cast<int64_t>(map.sizes[i]);
       offset += place * static_cast<int64_t>(map.strides[i]);
@@ -329,38 +311,6 @@ void begin_box_copy(uint32_t destination, const CUtensorMap* encoded, const int3
                                : BulkCopy::Row{nullptr, 0, 0});
   }
   begin(std::move(copy), destination, barrier, map.swizzled ? kSwizzleRepeat : 128, where);
-}
-
-void begin_bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
-                     const std::source_location& where) {
-  require_global(source, where);
-  require_multiple(reinterpret_cast<uintptr_t>(source), 16, "the source of a copy", where);
-  require_multiple(bytes, 16, "the size of a copy", where);
-  if (bytes == 0 || bytes > kMostBytes) {
-    fail("a copy of " + std::to_string(bytes) + " bytes", where);
-  }
-  BulkCopy copy;
-  copy.row_bytes = static_cast<int>(bytes);
-  copy.rows.push_back({static_cast<const char*>(source), 0, copy.row_bytes});
-  begin(std::move(copy), destination, barrier, 16, where);
-}
-
-void set_registers(int registers, bool more, const std::source_location& where) {
-  if (registers % 8 != 0 || registers < 24 || registers > 256) {
-    fail(std::to_string(registers) + " registers of a thread, not a multiple of 8 from 24 to 256",
-         where);
-  }
-  warp_function(more ? "setmaxnreg.inc" : "setmaxnreg.dec", nullptr, nullptr, where);
-  const Hidden hidden;
-  int& now = Run::current->warp->registers;
-  if (now != registers && now != 0 && more != (registers > now)) {
-    fail("from " + std::to_string(now) + " registers to " + std::to_string(registers), where);
-  }
-  now = registers;
-  // setmaxnreg would wait without end for more registers than there are.
-  int all = 0;
-  for (const auto& warp : own_block().warps) all += kWarpSize * warp->registers;
-  if (all > 65'536) fail("the block's warps have " + std::to_string(all) + " registers", where);
 }
 
 }  // namespace tree_attention::emulator

@@ -17,7 +17,6 @@ bool named_barrier(uint32_t number, uint32_t count, bool votes, bool predicate,
 
 // Barriers in shared memory, by their addresses.
 void init_barrier(uint32_t barrier, uint32_t count, const std::source_location& where);
-void end_barrier(uint32_t barrier, const std::source_location& where);
 void fence_barriers();
 void arrive_at_barrier(uint32_t barrier, uint32_t bytes, const std::source_location& where);
 // Waits; sometimes it returns false before the phase has ended.
@@ -26,19 +25,13 @@ bool wait_for_phase(uint32_t barrier, uint32_t parity, const std::source_locatio
 // The asynchronous proxy sees what the block's threads have written to shared memory until now.
 void fence_async_proxy();
 
-void use_tensor_map(const CUtensorMap* map, const std::source_location& where);
-void begin_box_copy(uint32_t destination, const CUtensorMap* map, const int32_t* coordinates,
-                    int rank, uint32_t barrier, const std::source_location& where);
-void begin_bulk_copy(uint32_t destination, const void* source, uint32_t bytes, uint32_t barrier,
-                     const std::source_location& where);
+void begin_box_copy(uint32_t destination, const CUtensorMap* map, const int32_t (&coordinates)[4],
+                    uint32_t barrier, const std::source_location& where);
 
-// `d` has a pointer to each of this thread's accumulators; `a` is four registers, or null.
-void begin_product(const Product& product, float* const* d, const uint32_t* a,
-                   const std::source_location& where);
+// `d` has a pointer to each of this thread's accumulators.
+void begin_product(const Product& product, float* const* d, const std::source_location& where);
 void fence_products(const std::source_location& where);
 void commit_products(const std::source_location& where);
 void wait_for_products(int pending, const std::source_location& where);
-
-void set_registers(int registers, bool more, const std::source_location& where);
 
 }  // namespace tree_attention::emulator

@@ -20,7 +20,6 @@ void test_named_barriers();
 void test_box_copies();
 void test_tensor_maps();
 void test_products();
-void test_register_counts();
 void test_synchronised();
 
 void test_fixup_levels();
@@ -172,7 +171,6 @@ int main(int argc, char** argv) {
       {"named barriers", test_named_barriers},
       {"copies of boxes", test_box_copies},
       {"products", test_products},
-      {"register counts", test_register_counts},
 #endif
   });
 }

@@ -19,6 +19,7 @@ namespace {
 
 constexpr size_t kWarps = 4;               // in a warpgroup
 constexpr int kM = 16, kK = 16;            // one warp's part of a product
+constexpr int kMostAccumulators = 32;      // of a thread
 constexpr uint32_t kUnknown = 0xffffffff;  // the bits of an accumulator before the wait
 constexpr int kChunk = 16, kChunkElements = 8;
 
@@ -27,14 +28,12 @@ constexpr int kChunk = 16, kChunkElements = 8;
 template <typename Visit>
 void for_each_chunk(const Product& product, size_t warp, const std::source_location& where,
                     const Visit& visit) {
-  if (!product.a_in_registers) {
-    const Matrix a = matrix_of(product.a, product.transposed_a, where);
-    const int first = static_cast<int>(warp % kWarps) * kM;
-    for (int i = 0; i < (a.transposed ? kK : kM); ++i) {
-      for (int c = 0; c < 2 * kChunkElements; c += kChunkElements) {
-        const int row = a.transposed ? c : i, k = a.transposed ? i : c;
-        visit(a.chunk(first + row, k), true, row, k);
-      }
+  const Matrix a = matrix_of(product.a, product.transposed_a, where);
+  const int first = static_cast<int>(warp % kWarps) * kM;
+  for (int i = 0; i < (a.transposed ? kK : kM); ++i) {
+    for (int c = 0; c < 2 * kChunkElements; c += kChunkElements) {
+      const int row = a.transposed ? c : i, k = a.transposed ? i : c;
+      visit(a.chunk(first + row, k), true, row, k);
     }
   }
   const Matrix b = matrix_of(product.b, false, where);
@@ -90,7 +89,6 @@ void note_step(const char* name, const Product& product, const std::source_locat
 struct LaneOperands {
   const Product* product;
   float* const* d;
-  const uint32_t* a;
   const std::source_location* where;
 };
 
@@ -114,15 +112,14 @@ void issue(void* const (&lanes)[kWarpSize]) {
   const std::source_location& where = *first.where;
   Warp& warp = *Run::current->warp;
   Products& products = warp.products;
-  Products::Issued issued{product, {}, nullptr, {}, where};
+  Products::Issued issued{product, {}, nullptr, where};
   for (int lane = 0; lane < kWarpSize; ++lane) {
     const auto& operands = *static_cast<LaneOperands*>(lanes[lane]);
     if (!(*operands.product == product)) fail("lanes give a product other operands", where);
     issued.d.insert(issued.d.end(), operands.d, operands.d + product.count);
-    if (operands.a != nullptr) std::copy_n(operands.a, 4, issued.a[lane].begin());
   }
   issued.sums = find_sums(products, issued.d, where);
-  if ((issued.sums == nullptr || product.a_in_registers) && !products.fenced) {
+  if (issued.sums == nullptr && !products.fenced) {
     fail("a product whose registers may have been touched since the last wgmma.fence", where);
   }
   note_step(name_of(product), product, where);
@@ -196,7 +193,7 @@ void do_product(Warp& warp) {
   const auto element = [&](uint16_t bits) {
     return product.bf16 ? cuda::cvt_f32_bf16(bits) : cuda::cvt_f32_f16(bits);
   };
-  float a[kM][kK], b[2 * 64][kK];
+  float a[kM][kK], b[2 * kMostAccumulators][kK];
   Block& block = *warp.block;
   const size_t index = warp.lanes[0]->index / kWarpSize;
   for_each_chunk(product, index, issued.where, [&](uint32_t address, bool of_a, int row, int k) {
@@ -214,15 +211,6 @@ void do_product(Warp& warp) {
       of_row[down ? k : k + i] = element(elements[i]);
     }
   });
-  if (product.a_in_registers) {
-    for (int lane = 0; lane < kWarpSize; ++lane) {
-      for (int i = 0; i < 8; ++i) {
-        const Place place = place_of(lane, i);
-        a[place.row][place.column] =
-            element(static_cast<uint16_t>(issued.a[lane][i / 2] >> i % 2 * 16));
-      }
-    }
-  }
   for (int n = 0; n < product.count / 4; ++n) {
     float d[kM][8];
     const auto each = [&](auto visit) {
@@ -233,7 +221,7 @@ void do_product(Warp& warp) {
         }
       }
     };
-    each([&](const float& sum, float& of_d) { of_d = product.accumulate ? sum : 0.0f; });
+    each([](const float& sum, float& of_d) { of_d = sum; });
     add_products(a, reinterpret_cast<const float (&)[8][kK]>(b[8 * n]), d);
     each([](float& sum, const float& of_d) { sum = of_d; });
   }
@@ -250,10 +238,9 @@ void require_equal_products(const Block& block) {
   }
 }
 
-void begin_product(const Product& product, float* const* d, const uint32_t* a,
-                   const std::source_location& where) {
+void begin_product(const Product& product, float* const* d, const std::source_location& where) {
   if (kThreadSanitizer && Run::current->lane == 0) record_reads(product, where);
-  LaneOperands operands{&product, d, a, &where};
+  LaneOperands operands{&product, d, &where};
   warp_function(name_of(product), &operands, issue, where);
 }
 

@@ -5,7 +5,6 @@
 // accumulators are NaN; a and b are read at some time between the issue and the wait.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -22,10 +21,8 @@ struct Warp;
 struct Product {
   bool bf16;          // false: float16
   int count;          // number of accumulators in a thread
-  bool transposed_a;  // a has a row for each k, in shared memory
-  bool a_in_registers;
-  uint64_t a, b;  // descriptors
-  bool accumulate;
+  bool transposed_a;  // a has a row for each k
+  uint64_t a, b;      // descriptors
 
   bool operator==(const Product&) const = default;
 };
@@ -47,8 +44,7 @@ struct Matrix {
 
 Matrix matrix_of(uint64_t descriptor, bool transposed, const std::source_location& where);
 
-// Who holds which element: where accumulator i of a thread of the four warps is in d, and element i
-// of the eight in its registers in a.
+// Where accumulator i of a thread of the four warps is in d.
 struct Place {
   int row, column;
 
@@ -62,9 +58,8 @@ constexpr Place place_of(int thread, int i) {
 struct Products {
   struct Issued {
     Product product;
-    std::vector<float*> d;                      // accumulators, [lane, count]
-    std::shared_ptr<std::vector<float>> sums;   // in d at the end; several products may add to them
-    std::array<std::array<uint32_t, 4>, 32> a;  // [lane], if in registers
+    std::vector<float*> d;                     // accumulators, [lane, count]
+    std::shared_ptr<std::vector<float>> sums;  // in d at the end; several products may add to them
     std::source_location where;
   };
 

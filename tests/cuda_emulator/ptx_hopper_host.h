@@ -12,14 +12,9 @@ namespace tree_attention::cuda {
 
 using std::source_location;
 
-constexpr bool kHasWgmma = true;
-
 inline void mbarrier_init(uint32_t barrier, uint32_t count,
                           source_location where = source_location::current()) {
   emulator::init_barrier(barrier, count, where);
-}
-inline void mbarrier_inval(uint32_t barrier, source_location where = source_location::current()) {
-  emulator::end_barrier(barrier, where);
 }
 inline void fence_mbarrier_init() { emulator::fence_barriers(); }
 inline void mbarrier_arrive(uint32_t barrier, source_location where = source_location::current()) {
@@ -36,25 +31,11 @@ inline bool mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity,
 
 inline void fence_proxy_async() { emulator::fence_async_proxy(); }
 
-inline void prefetch_tensormap(const CUtensorMap* map,
-                               source_location where = source_location::current()) {
-  emulator::use_tensor_map(map, where);
-}
-inline void cp_async_bulk_tensor_3d(uint32_t destination, const CUtensorMap* map, int32_t x,
-                                    int32_t y, int32_t z, uint32_t barrier,
-                                    source_location where = source_location::current()) {
-  const int32_t coordinates[] = {x, y, z};
-  emulator::begin_box_copy(destination, map, coordinates, 3, barrier, where);
-}
 inline void cp_async_bulk_tensor_4d(uint32_t destination, const CUtensorMap* map, int32_t x,
                                     int32_t y, int32_t z, int32_t w, uint32_t barrier,
                                     source_location where = source_location::current()) {
   const int32_t coordinates[] = {x, y, z, w};
-  emulator::begin_box_copy(destination, map, coordinates, 4, barrier, where);
-}
-inline void cp_async_bulk(uint32_t destination, const void* source, uint32_t bytes,
-                          uint32_t barrier, source_location where = source_location::current()) {
-  emulator::begin_bulk_copy(destination, source, bytes, barrier, where);
+  emulator::begin_box_copy(destination, map, coordinates, barrier, where);
 }
 
 inline void wgmma_fence(source_location where = source_location::current()) {
@@ -71,41 +52,21 @@ template <int kCount>
 void wgmma_pin(float (&)[kCount]) {}
 
 template <int kCount>
-void wgmma(float (&d)[kCount], emulator::Product product, const uint32_t* a,
-           source_location where) {
-  static_assert(kCount == 4 || kCount == 8 || kCount == 16 || kCount == 32 || kCount == 64);
+void wgmma(float (&d)[kCount], const emulator::Product& product, source_location where) {
+  static_assert(kCount == 8 || kCount == 16 || kCount == 32);
   float* pointers[kCount];
   for (int i = 0; i < kCount; ++i) pointers[i] = &d[i];
-  emulator::begin_product(product, pointers, a, where);
+  emulator::begin_product(product, pointers, where);
 }
 template <bool kTransposedA, int kCount>
-void wgmma_m64k16_bf16(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate,
+void wgmma_m64k16_bf16(float (&d)[kCount], uint64_t a, uint64_t b,
                        source_location where = source_location::current()) {
-  wgmma(d, {true, kCount, kTransposedA, false, a, b, accumulate}, nullptr, where);
+  wgmma(d, {true, kCount, kTransposedA, a, b}, where);
 }
 template <bool kTransposedA, int kCount>
-void wgmma_m64k16_f16(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate,
+void wgmma_m64k16_f16(float (&d)[kCount], uint64_t a, uint64_t b,
                       source_location where = source_location::current()) {
-  wgmma(d, {false, kCount, kTransposedA, false, a, b, accumulate}, nullptr, where);
-}
-template <int kCount>
-void wgmma_m64k16_bf16(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate,
-                       source_location where = source_location::current()) {
-  wgmma(d, {true, kCount, false, true, 0, b, accumulate}, a, where);
-}
-template <int kCount>
-void wgmma_m64k16_f16(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate,
-                      source_location where = source_location::current()) {
-  wgmma(d, {false, kCount, false, true, 0, b, accumulate}, a, where);
-}
-
-template <int kRegisters>
-void setmaxnreg_inc(source_location where = source_location::current()) {
-  emulator::set_registers(kRegisters, true, where);
-}
-template <int kRegisters>
-void setmaxnreg_dec(source_location where = source_location::current()) {
-  emulator::set_registers(kRegisters, false, where);
+  wgmma(d, {false, kCount, kTransposedA, a, b}, where);
 }
 
 }  // namespace tree_attention::cuda

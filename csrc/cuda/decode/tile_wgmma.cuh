@@ -16,9 +16,9 @@ namespace tree_attention::cuda {
 template <typename Element, bool kTransposedA, int kCount>
 __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b) {
   if constexpr (std::is_same_v<Element, BFloat16>) {
-    wgmma_m64k16_bf16<kTransposedA>(d, a, b, true);
+    wgmma_m64k16_bf16<kTransposedA>(d, a, b);
   } else {
-    wgmma_m64k16_f16<kTransposedA>(d, a, b, true);
+    wgmma_m64k16_f16<kTransposedA>(d, a, b);
   }
 }
 

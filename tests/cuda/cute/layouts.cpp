@@ -27,16 +27,12 @@ void visit_tile(const std::function<void(const CuteTile&)>& visit) {
          [&](int step) { return static_cast<uint64_t>(descriptors(0, make_coord(0, step))); }});
 }
 
-template <typename Shared, typename Registers>
-void visit_fragments(const std::function<void(int, int, int, int)>& of_d,
-                     const std::function<void(int, int, int, int)>& of_a) {
-  using Traits = MMA_Traits<Shared>;
-  using WithRegisters = MMA_Traits<Registers>;
+template <typename Operation>
+void visit_fragments(const std::function<void(int, int, int)>& visit) {
+  using Traits = MMA_Traits<Operation>;
   constexpr int kN = size<1>(typename Traits::Shape_MNK{});
-  static_assert(is_same_v<typename Traits::CLayout, typename WithRegisters::CLayout>);
   for (int thread = 0; thread < 128; ++thread) {
-    for (int i = 0; i < kN / 2; ++i) of_d(kN, thread, i, typename Traits::CLayout{}(thread, i));
-    for (int i = 0; i < 8; ++i) of_a(kN, thread, i, typename WithRegisters::ALayout{}(thread, i));
+    for (int i = 0; i < kN / 2; ++i) visit(thread, i, typename Traits::CLayout{}(thread, i));
   }
 }
 
@@ -46,28 +42,20 @@ void visit_cute_tiles(const std::function<void(const CuteTile&)>& visit) {
   constexpr auto kK = GMMA::Major::K, kM = GMMA::Major::MN;
   // a, then b, with 64 of k in a box.
   visit_tile<kK, 64, 64>(visit);
-  visit_tile<kK, 8, 64>(visit);
   visit_tile<kK, 16, 64>(visit);
   visit_tile<kK, 32, 64>(visit);
-  visit_tile<kK, 128, 64>(visit);
   // a of values, whose k are keys.
   visit_tile<kM, 64, 16>(visit);
   visit_tile<kM, 64, 64>(visit);
-  visit_tile<kM, 64, 128>(visit);
 }
 
-#define VISIT(n, type)                                                   \
-  visit_fragments<SM90_64x##n##x16_F32##type##type##_SS<kMajor, kMajor>, \
-                  SM90_64x##n##x16_F32##type##type##_RS<kMajor, kMajor>>(of_d, of_a)
+#define VISIT(n, type) visit_fragments<SM90_64x##n##x16_F32##type##type##_SS<kMajor, kMajor>>(visit)
 #define VISIT_ALL(type) \
-  VISIT(8, type);       \
   VISIT(16, type);      \
   VISIT(32, type);      \
-  VISIT(64, type);      \
-  VISIT(128, type)
+  VISIT(64, type)
 
-void visit_cute_fragments(const std::function<void(int, int, int, int)>& of_d,
-                          const std::function<void(int, int, int, int)>& of_a) {
+void visit_cute_fragments(const std::function<void(int, int, int)>& visit) {
   constexpr auto kMajor = GMMA::Major::K;
   VISIT_ALL(BF16);
   VISIT_ALL(F16);

@@ -20,9 +20,7 @@ struct CuteTile {
 };
 void visit_cute_tiles(const std::function<void(const CuteTile&)>& visit);
 
-// Of the product with b of n rows: the row and the column, times 64, of accumulator i of a thread,
-// and of element i of a in its registers.
-void visit_cute_fragments(const std::function<void(int n, int thread, int i, int place)>& of_d,
-                          const std::function<void(int n, int thread, int i, int place)>& of_a);
+// Of all products: the row and the column, times 64, of accumulator i of a thread.
+void visit_cute_fragments(const std::function<void(int thread, int i, int place)>& visit);
 
 }  // namespace tree_attention::testing
