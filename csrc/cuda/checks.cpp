@@ -17,18 +17,10 @@ constexpr int kAlignment = 16;                            // bytes
 // The kernel counts keys in 32 bits, up to the end of the last tile.
 constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max() - 256;
 
-void get_sizes(const DecodeParams& p, int64_t (&sizes)[3]) {
-  const bool paged = p.page_table != nullptr;
-  sizes[0] = paged ? p.num_pages : p.batch;
-  sizes[1] = p.num_heads_kv;
-  sizes[2] = paged ? p.page_size : p.seqlen_k;
-}
-
 // Whether the values are the first columns of their keys, in one memory. Where there are no keys,
 // and so no memory, strides alone tell, which say nothing of values as wide as their keys.
 bool has_values_in_keys(const DecodeParams& p) {
-  int64_t sizes[3];
-  get_sizes(p, sizes);
+  const std::array<int64_t, 3> sizes = sizes_of_keys(p);
   if (p.k != p.v || p.head_dim_v > p.head_dim) return false;
   if (p.k == nullptr && p.head_dim_v == p.head_dim) return false;
   for (int axis = 0; axis < 3; ++axis) {
@@ -67,7 +59,7 @@ void check_latents(const DecodeParams& p) {
 }
 
 void check_alignment(const char* argument, const void* data, const int64_t (&strides)[3],
-                     const int64_t (&sizes)[3], int element_size) {
+                     const std::array<int64_t, 3>& sizes, int element_size) {
   const auto address = reinterpret_cast<uintptr_t>(data);
   TORCH_CHECK_VALUE(address % kAlignment == 0, "lean_decode: ", argument,
                     " must begin at a multiple of ", kAlignment, " bytes on CUDA, got one ",
@@ -96,10 +88,9 @@ void check_supported(const DecodeParams& p) {
                     " on CUDA, got ", p.seqlen_k);
   TORCH_CHECK_VALUE(p.num_workers >= 0,
                     "lean_decode: num_workers must not be negative on CUDA, got ", p.num_workers);
-  const int64_t q_sizes[3] = {p.batch, p.num_heads_q, p.seqlen_q};
-  int64_t k_sizes[3];
-  get_sizes(p, k_sizes);
-  check_alignment("q", p.q, p.q_stride, q_sizes, element_size(p.dtype));
+  const std::array<int64_t, 3> k_sizes = sizes_of_keys(p);
+  check_alignment("q", p.q, p.q_stride, {p.batch, p.num_heads_q, p.seqlen_q},
+                  element_size(p.dtype));
   check_alignment("k", p.k, p.k_stride, k_sizes, element_size(p.kv_dtype));
   check_alignment("v", p.v, p.v_stride, k_sizes, element_size(p.kv_dtype));
 }

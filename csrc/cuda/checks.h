@@ -3,10 +3,20 @@
 // What the CUDA kernels ask of arguments beyond args/decode.cpp.
 #pragma once
 
+#include <array>
+#include <cstdint>
+
 #include "common/decode_params.h"
 #include "cuda/decode/check_pages.cuh"
 
 namespace tree_attention::cuda {
+
+// Sizes of k and v without their columns, in the order of their strides: {batch, head, key}; of
+// paged k and v {page, head, slot}.
+inline std::array<int64_t, 3> sizes_of_keys(const DecodeParams& p) {
+  if (p.page_table != nullptr) return {p.num_pages, p.num_heads_kv, p.page_size};
+  return {p.batch, p.num_heads_kv, p.seqlen_k};
+}
 
 // Kernels are compiled for head_dims up to 256, and for latents of up to 576 columns whose first
 // 512 are their values. They read q, k and v in pieces of 16 bytes.

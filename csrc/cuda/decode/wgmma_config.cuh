@@ -5,9 +5,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 
 #include "common/decode_params.h"
+#include "cuda/checks.h"
 #include "cuda/matrix_descriptor.cuh"
 #include "tile_config.cuh"
 
@@ -94,26 +96,16 @@ auto with_wgmma_rows(int64_t num_rows, F f) {
   return f.template operator()<WgmmaConfig<Element, kHeadDim, kRows>>();
 }
 
-// Sizes of k and v without their columns, in the order of their strides.
-struct KeySizes {
-  int64_t outer, heads, keys;  // batch and keys, or pages and slots
-
-  explicit KeySizes(const DecodeParams& p)
-      : outer(p.page_table == nullptr ? p.batch : p.num_pages),
-        heads(p.num_heads_kv),
-        keys(p.page_table == nullptr ? p.seqlen_k : p.page_size) {}
-};
-
 // Whether memory with these strides can have a tensor map. Only axes of one element may have
 // strides that it cannot.
 inline bool has_tensor_map(const DecodeParams& p, const int64_t (&strides)[3]) {
-  const KeySizes sizes(p);
-  const auto is_possible = [&](int64_t size, int64_t stride) {
-    const int64_t bytes = stride * element_size(p.kv_dtype);
-    return size == 1 || (size > 1 && bytes > 0 && bytes < int64_t{1} << 40);
-  };
-  return is_possible(sizes.outer, strides[0]) && is_possible(sizes.heads, strides[1]) &&
-         is_possible(sizes.keys, strides[2]);
+  const std::array<int64_t, 3> sizes = sizes_of_keys(p);
+  for (int axis = 0; axis < 3; ++axis) {
+    const int64_t bytes = strides[axis] * element_size(p.kv_dtype);
+    const bool is_possible = bytes > 0 && bytes < int64_t{1} << 40;
+    if (sizes[axis] < 1 || (sizes[axis] > 1 && !is_possible)) return false;
+  }
+  return true;
 }
 
 // Whether the kernel is for these tensors: latents, or 17 to 64 packed rows of up to 128 columns,

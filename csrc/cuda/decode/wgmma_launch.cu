@@ -29,10 +29,9 @@ cudaError_t find_encode(Encode& encode) {
 cudaError_t make_map(CUtensorMap& map, const DecodeParams& p, const void* data, int head_dim,
                      const int64_t (&in_elements)[3]) {
   constexpr int kRank = 4;
-  const KeySizes of_keys(p);
-  const cuuint64_t sizes[kRank] = {
-      static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(of_keys.keys),
-      static_cast<cuuint64_t>(of_keys.heads), static_cast<cuuint64_t>(of_keys.outer)};
+  const auto [outer, heads, keys] = sizes_of_keys(p);
+  const cuuint64_t sizes[kRank] = {static_cast<cuuint64_t>(head_dim), static_cast<cuuint64_t>(keys),
+                                   static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(outer)};
   cuuint64_t strides[kRank - 1];
   cuuint64_t inner = head_dim * element_size(p.kv_dtype);  // bytes of what an axis has many of
   for (int axis = 0; axis < kRank - 1; ++axis) {
