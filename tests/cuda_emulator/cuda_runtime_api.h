@@ -59,7 +59,8 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* ke
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 
-// The driver's functions by name: cuTensorMapEncodeTiled alone.
+// The driver's functions by name: cuTensorMapEncodeTiled alone, if it is to be found.
+inline bool has_driver_functions = true;
 enum cudaDriverEntryPointQueryResult {
   cudaDriverEntryPointSuccess = 0,
   cudaDriverEntryPointSymbolNotFound = 1,

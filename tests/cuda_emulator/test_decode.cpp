@@ -560,6 +560,19 @@ void test_decode_wgmma_pages_short() {
   check_wgmma({1, 1, 40, 1, 64 * 9, 64, 64, kBFloat16, 16}, {1, 2}, 1);
 }
 
+// The driver's function for tensor maps is asked for again where it was not found.
+void test_decode_wgmma_again() {
+  const Shape shape{1, 1, 20, 1, 64, 64, 64, kBFloat16};
+  DecodeCase decode(shape, 0);
+  const DecodeParams params = decode.params(0);
+  const Plan plan = cuda::plan_lean_decode(params, kHopper);
+  has_driver_functions = false;
+  const cudaError_t error = cuda::launch_lean_decode(params, plan, {}, nullptr);
+  has_driver_functions = true;
+  CHECK(error == cudaErrorNotSupported, "error ", error);
+  check_wgmma(shape, {0}, 1);
+}
+
 // Every length about a tile, both dtypes, blocks of rows, levels of merges, and fewer columns.
 void test_decode_wgmma() {
   for (const int seqlen_k : {1, 63, 64, 65, 129}) {

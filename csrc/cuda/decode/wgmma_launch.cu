@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 #include "wgmma_config.cuh"
 
 namespace tree_attention::cuda {
@@ -10,18 +12,20 @@ namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function; nothing here is linked with the driver.
+// The driver's function; nothing here is linked with the driver. It is asked for until it is found.
 cudaError_t find_encode(Encode& encode) {
-  static void* found = nullptr;
-  static const cudaError_t error = [] {
+  static std::atomic<void*> found = nullptr;
+  void* function = found;
+  if (function == nullptr) {
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t failed = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
-                                                                12000, cudaEnableDefault, &result);
-    if (failed != cudaSuccess) return failed;
-    return result == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
-  }();
-  encode = reinterpret_cast<Encode>(found);
-  return error;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &result);
+    if (error != cudaSuccess) return error;
+    if (result != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+    found = function;
+  }
+  encode = reinterpret_cast<Encode>(function);
+  return cudaSuccess;
 }
 
 // The map of keys or values as [batch or page, head, key or slot, column], in boxes of a run of
