@@ -135,17 +135,23 @@ DecodeCase::DecodeCase(const Shape& shape, int seed) : shape_(shape) {
       ranges_.push_back(i % 3 == 2 ? begin : begin + length);
     }
   }
+  for (int i = 0; s.window > 0 && i < s.batch * s.seqlen_q; ++i) {
+    const int32_t end = s.seqlen_k - s.seqlen_q + 1 + i % s.seqlen_q;
+    ranges_.push_back(end - s.window);
+    ranges_.push_back(end);
+  }
   if (s.alibi) {
     for (int i = 0; i < s.heads_kv * s.group_size; ++i) slopes_.push_back(0.01f * (i + 1));
     for (int i = 0; i < s.batch * s.seqlen_q; ++i) positions_.push_back(3 * s.seqlen_k + i);
   }
 
+  const bool has_ranges = !ranges_.empty();
   std::vector<bool> seen(rows, false);
   for (int batch = 0; batch < s.batch; ++batch) {
     for (int token = 0; token < s.seqlen_q; ++token) {
       const size_t pair = 2 * (static_cast<size_t>(batch) * s.seqlen_q + token);
-      const int begin = s.ranges ? std::max(0, ranges_[pair]) : 0;
-      const int end = s.ranges ? std::min(s.seqlen_k, ranges_[pair + 1]) : s.seqlen_k;
+      const int begin = has_ranges ? std::max(0, ranges_[pair]) : 0;
+      const int end = has_ranges ? std::min(s.seqlen_k, ranges_[pair + 1]) : s.seqlen_k;
       for (int head = 0; head < s.heads_kv; ++head) {
         for (int key = begin; key < end; ++key) seen[row_of_key(batch, head, key)] = true;
       }
@@ -193,13 +199,14 @@ void DecodeCase::compute_reference() {
   const int heads_q = s.heads_kv * s.group_size;
   const int64_t k_stride = s.head_dim + s.gap;
   const Bytes& values = s.latents ? k_ : v_;
+  const bool has_ranges = !ranges_.empty();
   for (int batch = 0; batch < s.batch; ++batch) {
     for (int head = 0; head < heads_q; ++head) {
       for (int token = 0; token < s.seqlen_q; ++token) {
         const int64_t query = (int64_t{batch} * heads_q + head) * s.seqlen_q + token;
         const size_t pair = 2 * (static_cast<size_t>(batch) * s.seqlen_q + token);
-        const int begin = s.ranges ? std::max(0, ranges_[pair]) : 0;
-        const int end = s.ranges ? std::min(s.seqlen_k, ranges_[pair + 1]) : s.seqlen_k;
+        const int begin = has_ranges ? std::max(0, ranges_[pair]) : 0;
+        const int end = has_ranges ? std::min(s.seqlen_k, ranges_[pair + 1]) : s.seqlen_k;
         double sum = 0.0;
         std::vector<double> o(s.head_dim_v, 0.0);
         for (int key = begin; key < end; ++key) {
@@ -261,7 +268,7 @@ DecodeParams DecodeCase::params(int num_workers) {
       stride[2] = s.heads_kv;
     }
   }
-  if (s.ranges) {
+  if (!ranges_.empty()) {
     p.key_ranges = ranges_.data();
     p.key_ranges_stride[0] = 2 * s.seqlen_q;
     p.key_ranges_stride[1] = 2;

@@ -26,6 +26,8 @@ struct Shape {
   bool nan = false;  // in one float8 key and in the scale of a value, of the first head
   int gap = 0;       // elements between the rows of queries, keys and values, NaN if they can be
   bool latents = false;  // values are the first columns of the keys
+  int window =
+      0;  // tokens, the last ones of their sequence, see so many keys up to their own; 0: all
 
   DataType cached() const { return kv_dtype.value_or(dtype); }
 };

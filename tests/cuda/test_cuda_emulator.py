@@ -34,7 +34,7 @@ def test_emulator(program: Path) -> None:
         *("float16_latents_short", "addresses", "clusters_short", "clusters"),
         *("plans_of_clusters", "plans_of_two_levels", "plans_of_wgmma"),
         *("wgmma_short", "wgmma", "wgmma_rows_short", "wgmma_rows"),
-        *("wgmma_pages_short", "wgmma_pages", "wgmma_again"),
+        *("wgmma_pages_short", "wgmma_pages", "wgmma_tokens", "wgmma_again"),
     ],
 )
 def test_decode(program: Path, cases: str) -> None:

@@ -36,6 +36,7 @@ CLUSTERS = decode("bf16_64", "decode_clusters_short")
 INT8 = decode("bf16_int8_64", "decode_int8_short")
 COLUMNS = decode("bf16_int8_256", "decode_columns_short")
 WGMMA = decode("wgmma_bf16_576", "decode_wgmma_short")
+TOKENS = decode("wgmma_bf16_64", "decode_wgmma_tokens")
 ONE_SHOT = Target(
     Path("csrc/cuda/one_shot/one_shot.cu"),
     tuple(
@@ -53,6 +54,7 @@ FOUND_BY = {
     "the scales of values are dropped": INT8,
     "a NaN among the scales reaches rows that do not see its key": INT8,
     "units stay relative to an older maximum": INT8,
+    "tiles take no mask for tokens after the first 32": TOKENS,
     "flags are raised before all threads have sent": ONE_SHOT,
     "threads merge before the waiting ones have seen the flags": ONE_SHOT,
 }

@@ -72,6 +72,7 @@ void test_decode_wgmma_rows();
 void test_decode_wgmma_rows_short();
 void test_decode_wgmma_pages();
 void test_decode_wgmma_pages_short();
+void test_decode_wgmma_tokens();
 void test_decode_wgmma_again();
 void test_decode_plans_of_wgmma();
 
@@ -114,6 +115,7 @@ int main(int argc, char** argv) {
             {"decode_wgmma_rows_short", test_decode_wgmma_rows_short},
             {"decode_wgmma_pages", test_decode_wgmma_pages},
             {"decode_wgmma_pages_short", test_decode_wgmma_pages_short},
+            {"decode_wgmma_tokens", test_decode_wgmma_tokens},
             {"decode_wgmma_again", test_decode_wgmma_again},
             {"decode_plans_of_wgmma", test_decode_plans_of_wgmma},
             {"fixup_short", test_fixup_short},

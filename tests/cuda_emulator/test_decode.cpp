@@ -560,6 +560,14 @@ void test_decode_wgmma_pages_short() {
   check_wgmma({1, 1, 40, 1, 64 * 9, 64, 64, kBFloat16, 16}, {1, 2}, 1);
 }
 
+// More tokens than a warp has lanes, in pages. The second tile begins after key 189, the first that
+// token 31 sees, and ahead of key 197, the first of token 39.
+void test_decode_wgmma_tokens() {
+  Shape shape{1, 1, 1, 40, 384, 64, 64, kBFloat16, 64};
+  shape.window = 187;
+  check_wgmma(shape, {1}, 1);
+}
+
 // The driver's function for tensor maps is asked for again where it was not found.
 void test_decode_wgmma_again() {
   const Shape shape{1, 1, 20, 1, 64, 64, 64, kBFloat16};

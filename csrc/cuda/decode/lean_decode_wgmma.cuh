@@ -121,17 +121,23 @@ __device__ void load_queries(const LaunchParams& params, const OutputRows& rows,
 }
 
 // The keys that all rows of an output see, which has the keys `keys`. To be called by whole warps.
+template <typename Config>
 __device__ __forceinline__ BasicKeyRange<int> keys_of_all_rows(const LaunchParams& params,
                                                                const OutputRows& rows,
                                                                const Keys& keys) {
   BasicKeyRange<int> all{keys.begin, keys.end};
   if (params.decode.seqlen_q == 1) return all;
-  const int first_token = params.group_size.quotient(rows.begin);
+  const int token = params.group_size.quotient(rows.begin) + threadIdx.x % 32;
   const int last_token = params.group_size.quotient(rows.begin + rows.count - 1);
-  for (int token = first_token + threadIdx.x % 32; token <= last_token; token += 32) {
-    const auto seen = key_range<int>(params.decode, rows.batch, token);
+  const auto narrow = [&](int token) {
+    // After the last token comes the last again, which changes nothing.
+    const auto seen = key_range<int>(params.decode, rows.batch, min(token, last_token));
     all = {max(all.begin, seen.begin), min(all.end, seen.end)};
-  }
+  };
+  static_assert(Config::kRows <= 64);
+  narrow(token);
+  // Without this: tiles take no mask for tokens after the first 32.
+  if constexpr (Config::kRows > 32) narrow(token + 32);
 #pragma unroll
   for (int bit = 1; bit < 32; bit *= 2) {
     all = {max(all.begin, __shfl_xor_sync(0xffffffff, all.begin, bit)),
@@ -167,7 +173,7 @@ __device__ void attend(const LaunchParams& params, const OutputCursor<Config>& o
   const uint32_t queries = shared_address(shared + Config::kQueries);
   char* const weights = shared + Config::kWeights;
   const Keys keys = output.keys();
-  const BasicKeyRange<int> seen_by_all = keys_of_all_rows(params, rows, keys);
+  const BasicKeyRange<int> seen_by_all = keys_of_all_rows<Config>(params, rows, keys);
 
   tile.clear();
   softmax.clear();
