@@ -47,16 +47,17 @@ cuda_sources=(tests/cpp/decode_case.cpp csrc/cuda/{append,decode,merge,one_shot,
   benchmarks/cuda/ablations/{ablations,stamped}.cu
   build/instances/lean_decode_{bf16_64,bf16_128,bf16_576,fp16_576,fp16_256,fp32_64,fp32_256}.cu
   build/instances/lean_decode_{bf16_int8_64,bf16_float8_64,bf16_int8_128,fp16_float8_128}.cu
+  build/instances/lean_decode_wgmma_bf16_64.cu
   tests/cuda_emulator/{fiber,hopper,machine,main,products,ptx_host,test_*}.cpp)
 decode_cases=(decode_{short,short_kinds,int8_short,float8_short,latents_short,float16_latents_short}
-  decode_clusters_short)
+  decode_clusters_short decode_wgmma_tokens)
 # c10's BFloat16 and Half are headers without a library.
 torch_include=$("$python" -c \
   'from torch.utils.cpp_extension import include_paths; print(include_paths()[0])')
 cpu_flags=(-Itests/cpp/shim -isystem "$torch_include" -include tests/amx_emulator/amx.h
   "${cpu_missing_flags[@]}")
 # The first warning is often wrong under sanitizers.
-cuda_flags=(-Itests/cuda_emulator -Wno-maybe-uninitialized -Wno-unknown-pragmas "${missing_flags[@]}")
+cuda_flags=(-DTREE_ATTENTION_WGMMA -Itests/cuda_emulator -Wno-maybe-uninitialized -Wno-unknown-pragmas "${missing_flags[@]}")
 
 # compile FOLDER SOURCES... -- FLAGS...: makes FOLDER/tests.
 compile() {

@@ -85,4 +85,4 @@ def write_instances(folder: Path, texts: dict[str, str]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    print(*write_instances(Path(sys.argv[1]), instances()), sep="\n")
+    print(*write_instances(Path(sys.argv[1]), instances() | wgmma_instances()), sep="\n")
