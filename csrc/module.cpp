@@ -158,9 +158,15 @@ PYBIND11_MODULE(_C, m) {
 #ifdef TREE_ATTENTION_WITH_CUDA
     info["cuda_version"] = TREE_ATTENTION_CUDA_VERSION;
     info["cuda_architectures"] = TREE_ATTENTION_CUDA_ARCHITECTURES;
+#ifdef TREE_ATTENTION_WGMMA
+    info["has_wgmma"] = true;
+#else
+    info["has_wgmma"] = false;
+#endif
 #else
     info["cuda_version"] = pybind11::none();
     info["cuda_architectures"] = pybind11::none();
+    info["has_wgmma"] = false;
 #endif
     return info;
   });

@@ -158,17 +158,19 @@ using CascadeDecode = CascadeOperator<DecodeCalls<launch, launch_merge, launch_r
 
 #undef TREE_ATTENTION_PASSED
 
-// For tests: how many blocks on a multiprocessor the plan of a call counts on, and how many the
-// device has room for.
-template <std::tuple<int64_t, int64_t> (*ask)(const DecodeParams&)>
-std::tuple<int64_t, int64_t> lean_decode_blocks(const at::Tensor& q, const at::Tensor& k,
-                                                const at::Tensor& v) {
+// For tests: how many blocks on a multiprocessor the plan of a call counts on, how many the device
+// has room for, and whether the call takes the kernel by wgmma.
+using PlanFacts = std::tuple<int64_t, int64_t, bool>;
+template <PlanFacts (*ask)(const DecodeParams&)>
+PlanFacts lean_decode_plan(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           const std::optional<at::Tensor>& page_table) {
   const c10::DeviceGuard guard(q.device());
   const int64_t key_layout[] = {0, 1, 1};
   DecodeArgs args{};
   args.q = q;
   args.k = k;
   args.v = v;
+  args.page_table = page_table;
   args.key_layout = key_layout;
   if (has_8_bits(k.scalar_type())) {
     args.k_scale = args.v_scale =

@@ -59,7 +59,9 @@ STABLE_TORCH_LIBRARY(tree_attention, m) {
   m.def(
       "page_groups(Tensor page_table, int[] num_pages, int page_size, int num_heads_q, "
       "int num_heads_kv, int head_dim, bool has_8_bits, int? least_keys_saved=None) -> int[]");
-  m.def("lean_decode_blocks(Tensor q, Tensor k, Tensor v) -> (int planned, int resident)");
+  m.def(
+      "lean_decode_plan(Tensor q, Tensor k, Tensor v, Tensor? page_table=None) "
+      "-> (int planned, int resident, bool uses_wgmma)");
   m.def(
       "merge_states(Tensor o_parts, Tensor lse_parts, *, ScalarType? out_dtype=None) "
       "-> (Tensor o, Tensor lse)");
@@ -113,7 +115,7 @@ TORCH_LIBRARY_IMPL(tree_attention, CUDA, m) {
   m.impl("merge_states", MergeStates<cuda::merge_states>::run);
   m.impl("merge_states.out", MergeStates<cuda::merge_states>::run_out);
   m.impl("one_shot", cuda::one_shot<cuda::launch_one_shot>);
-  m.impl("lean_decode_blocks", lean_decode_blocks<cuda::lean_decode_blocks>);
+  m.impl("lean_decode_plan", lean_decode_plan<cuda::lean_decode_plan>);
   m.impl("append_kv", append_kv<cuda::append_kv>);
 }
 #endif

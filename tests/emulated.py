@@ -47,13 +47,14 @@ BRIDGE = [
 @dataclass(frozen=True)
 class Limits:
     """Limits of a device: multiprocessors, bytes of shared memory of each and of a block
-    (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"), and whether
-    blocks form clusters."""
+    (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"), whether blocks
+    form clusters, and whether calls may take the kernel by wgmma."""
 
     num_sms: int
     shared_bytes_per_sm: int
     shared_bytes_per_block: int
     has_clusters: bool = False
+    has_wgmma: bool = False
 
 
 A100 = Limits(108, 164 << 10, 163 << 10)

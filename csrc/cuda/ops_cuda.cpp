@@ -125,12 +125,12 @@ void lean_decode(const DecodeParams& params) {
   C10_CUDA_CHECK(launch_lean_decode(params, plan, leased.workspace, stream));
 }
 
-std::tuple<int64_t, int64_t> lean_decode_blocks(const DecodeParams& params) {
+std::tuple<int64_t, int64_t, bool> lean_decode_plan(const DecodeParams& params) {
   check_supported(params);
   const Plan plan = plan_lean_decode(params, limits_of(current_device("lean_decode")));
   int resident = 0;
   C10_CUDA_CHECK(find_resident_blocks(params, plan, &resident));
-  return {plan.blocks_per_sm, resident};
+  return {plan.blocks_per_sm, resident, plan.uses_wgmma};
 }
 
 void merge_states(const MergeParams& params) {

@@ -19,8 +19,9 @@ void lean_decode(const DecodeParams& params);
 // Refuses what lean_decode refuses, and launches nothing.
 void check_decode(const DecodeParams& params);
 
-// Blocks on a multiprocessor: planned, and resident by the driver.
-std::tuple<int64_t, int64_t> lean_decode_blocks(const DecodeParams& params);
+// Blocks on a multiprocessor, planned, and resident by the driver; whether the kernel is that by
+// wgmma.
+std::tuple<int64_t, int64_t, bool> lean_decode_plan(const DecodeParams& params);
 
 void merge_states(const MergeParams& params);
 

@@ -136,4 +136,4 @@ def test_blocks_that_find_no_room_are_seen():
     for shared_bytes_per_sm, expected in rooms.items():
         limits = replace(emulated.H100, shared_bytes_per_sm=shared_bytes_per_sm)
         with emulated.emulated_operators(0, limits):
-            assert torch.ops.tree_attention.lean_decode_blocks(q, k, k) == expected
+            assert torch.ops.tree_attention.lean_decode_plan(q, k, k)[:2] == expected

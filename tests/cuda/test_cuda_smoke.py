@@ -67,7 +67,7 @@ def test_resident_blocks(cuda_kernels):
             q = torch.zeros(1, rows, 1, kernel["head_dim"], dtype=kernel["dtype"])
             k = torch.zeros(1, 1, 1, kernel["head_dim"]).to(kv_dtype)
             tensors = [x.to(cuda_kernels) for x in (q, k, k)]
-            planned, resident = torch.ops.tree_attention.lean_decode_blocks(*tensors)
+            planned, resident, _ = torch.ops.tree_attention.lean_decode_plan(*tensors)
             if not 1 <= planned <= resident:
                 wrong[f"{name}, {rows} rows"] = planned, resident
     assert wrong == {}

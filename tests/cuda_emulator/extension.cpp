@@ -67,11 +67,11 @@ void emulated_lean_decode(const DecodeParams& params) {
   check(cuda::launch_lean_decode(params, plan, workspace(plan.workspace), nullptr));
 }
 
-std::tuple<int64_t, int64_t> emulated_blocks(const DecodeParams& params) {
+std::tuple<int64_t, int64_t, bool> emulated_plan(const DecodeParams& params) {
   const cuda::Plan plan = cuda::plan_lean_decode(params, limits);
   int resident = 0;
   check(cuda::find_resident_blocks(params, plan, &resident));
-  return {plan.blocks_per_sm, resident};
+  return {plan.blocks_per_sm, resident, plan.uses_wgmma};
 }
 
 void emulated_merge_states(const MergeParams& params) {
@@ -109,14 +109,19 @@ void run_streams() {
 std::unique_ptr<torch::Library> library;
 
 cuda::DeviceLimits make_limits(int64_t num_sms, int64_t shared_bytes_per_sm,
-                               int64_t shared_bytes_per_block, bool has_clusters) {
-  return {static_cast<int32_t>(num_sms), static_cast<int32_t>(shared_bytes_per_sm),
-          static_cast<int32_t>(shared_bytes_per_block), has_clusters, has_clusters};
+                               int64_t shared_bytes_per_block, bool has_clusters, bool has_wgmma) {
+  return {static_cast<int32_t>(num_sms),
+          static_cast<int32_t>(shared_bytes_per_sm),
+          static_cast<int32_t>(shared_bytes_per_block),
+          has_clusters,
+          has_clusters,
+          has_wgmma};
 }
 
 void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
-             int64_t shared_bytes_per_block, bool has_clusters) {
-  limits = make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block, has_clusters);
+             int64_t shared_bytes_per_block, bool has_clusters, bool has_wgmma) {
+  limits =
+      make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block, has_clusters, has_wgmma);
   emulator::options().seed = seed;
   emulator::options().resident_blocks = kResidentBlocks;
   emulator::options().shared_bytes_per_sm = shared_bytes_per_sm;
@@ -131,7 +136,7 @@ void install(int64_t seed, int64_t num_sms, int64_t shared_bytes_per_sm,
   library->impl("check_decode", CheckDecode<emulated_check_decode>::run);
   library->impl("cascade_decode", CascadeDecode<emulated_lean_decode, emulated_check_decode,
                                                 emulated_merge_states, emulated_split_ranges>::run);
-  library->impl("lean_decode_blocks", lean_decode_blocks<emulated_blocks>);
+  library->impl("lean_decode_plan", lean_decode_plan<emulated_plan>);
   library->impl("merge_states", MergeStates<emulated_merge_states>::run);
   library->impl("merge_states.out", MergeStates<emulated_merge_states>::run_out);
   library->impl("append_kv", append_kv<emulated_append_kv>);
@@ -152,7 +157,7 @@ void check_capability(std::string op, std::string device, int64_t major, int64_t
 // (row tile, threads, blocks per SM, stages, bytes of shared memory) of kernels on a GPU.
 std::vector<int64_t> plan(at::ScalarType dtype, at::ScalarType kv_dtype, int64_t head_dim,
                           int64_t num_rows, int64_t num_sms, int64_t shared_bytes_per_sm,
-                          int64_t shared_bytes_per_block, bool has_clusters) {
+                          int64_t shared_bytes_per_block, bool has_clusters, bool has_wgmma) {
   DecodeParams params{};
   params.dtype = data_type(dtype, "plan", "dtype");
   params.kv_dtype = kv_data_type(kv_dtype, params.dtype);
@@ -160,7 +165,8 @@ std::vector<int64_t> plan(at::ScalarType dtype, at::ScalarType kv_dtype, int64_t
   params.batch = params.num_heads_q = params.num_heads_kv = 1;
   params.seqlen_q = static_cast<int32_t>(num_rows);
   const cuda::Plan plan = cuda::plan_lean_decode(
-      params, make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block, has_clusters));
+      params,
+      make_limits(num_sms, shared_bytes_per_sm, shared_bytes_per_block, has_clusters, has_wgmma));
   return {plan.row_tile, plan.num_threads, plan.blocks_per_sm, plan.num_stages, plan.shared_bytes};
 }
 
