@@ -75,6 +75,28 @@ ncu --clock-control none --profile-from-start off --set full -f -o "$1/profile" 
   "$0" -m benchmarks.cuda.profile &&
 "$0" -m benchmarks.cuda.profile --read "$1/profile.ncu-rep" --out "$1"
 """
+# Another build, with the kernels by wgmma, or WGMMA_EXTENSION in its place; then their tests, and
+# the rows that may take them with it and without.
+WGMMA = """
+if [[ $1 != 90 ]]; then echo "these kernels are for compute capability 9.0"; exit 77; fi
+tree=$PWD/build/wgmma
+mkdir -p "$tree/python" && cp -r csrc "$tree" && cp -r python/tree_attention "$tree/python"
+find . -maxdepth 1 -type f -exec cp {} "$tree" ";"
+rm -f "$tree"/python/tree_attention/_C*.so
+if [[ -f ${WGMMA_EXTENSION:-} ]]; then
+  cp "$WGMMA_EXTENSION" "$tree/python/tree_attention"
+else
+  (cd "$tree" && WGMMA=1 "$0" setup.py build_ext --inplace) || exit 1
+fi
+with=$tree/python:${PYTHONPATH:-}
+PYTHONPATH=$with "$0" -m pytest -v -p no:cacheprovider -o "pythonpath=. tests" --timeout 60 \
+  --timeout-method thread "--junitxml=$2/wgmma.xml" -k "not emulated" "$3" || exit 1
+rows() {
+  PYTHONPATH=$1 "$0" benchmarks/decode.py --device cuda --seconds 0.3 --only d576/512 q=8 q=16 \
+    --out "$2"
+}
+rows "$with" "$2/with_wgmma" && rows "${PYTHONPATH:-}" "$2/without_wgmma"
+"""
 # Builds the ablations, unless built ones came with EXTENSION.
 BUILD_ABLATIONS = """
 if [[ -n ${EXTENSION:-} ]] && ls build/ablations/*/tree_attention_ablations.so; then exit; fi
@@ -141,6 +163,10 @@ STAGES: Steps = (
     (Stage("smoke", 150, SMOKE_COMMAND),),
     (pytest("launches", 120, "-k", f"not ({SLOW} or {FIRST_CALLS})", *LAUNCHES),),
     (pytest("first_calls", 60, "-k", FIRST_CALLS, *files("graphs")),),
+    (
+        Stage("wgmma", 330, bash(WGMMA, "{python}", "{capability}", "{results}", *files("wgmma")),
+              least=60),
+    ),
     # What is left of the first call, and of others.
     (
         pytest("8_bits", 120, "-k", ON_DEVICE, *files("8_bit_keys"), workers=4),

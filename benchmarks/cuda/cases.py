@@ -216,6 +216,7 @@ def standard_cases() -> list[CudaCase]:
     cases += [CudaCase(CAPACITY, lengths=(4 * K,), capacity=256 * K, layout="NHD")]
     cases += [CudaCase(QUERIES, lengths=(16 * K,) * 8, seqlen_q=n) for n in (2, 8, 16)]
     cases += [CudaCase(QUERIES, heads=(64, 8), lengths=(16 * K,) * 8, seqlen_q=n) for n in (4, 16)]
+    cases += [replace(MANY_ROWS, head_dim=64)]
     cases += [CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=n) for n in (1, 64, 256)]
     cases += [CudaCase(WINDOW, lengths=(128 * K,), window=K)]
     for heads in ((32, 4), (32, 32), (64, 8)):

@@ -18,7 +18,7 @@ from tree_attention import _loader
 
 pytestmark = pytest.mark.deep
 ROOT = Path(__file__).parents[2]
-GPU_FIXTURES = {"device", "cuda", "cuda_kernels", "huge", "nccl"}
+GPU_FIXTURES = {"device", "cuda", "cuda_kernels", "hopper", "huge", "nccl"}
 # The ablations cannot be built, the benchmark hangs and writes what it has, and one test fails.
 PYTHON = """#!/bin/bash
 echo "$*" >>calls
