@@ -327,6 +327,11 @@ OTHER_FILES: dict[str, tuple[list[str], str]] = {
     "TensorFlow": (["config.json", "tf_model.h5"], "tf_model.h5 is weights of TensorFlow"),
     "Flax": (["config.json", "flax_model.msgpack"], "flax_model.msgpack is weights of Flax"),
     "nothing": ([], "has no config.json; the directory is empty"),
+    "weights": (["model.safetensors"], "has no config.json; copy or download that as well"),
+    "parts of weights": (
+        ["model.safetensors.index.json", "model-00001-of-00002.safetensors"],
+        "has no config.json; copy or download that as well",
+    ),
     "a configuration": (["config.json"], "index.json; copy or download the checkpoint again"),
 }
 

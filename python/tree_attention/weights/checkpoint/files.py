@@ -48,6 +48,7 @@ _OTHER_FILES = {
     "flax_model*.msgpack": "weights of Flax, which transformers < 5 reads (from_flax=True): save "
     "them with it as safetensors",
 }
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -128,6 +129,8 @@ def others(source: Source) -> str:
     directory = Path(source.path)
     if not directory.is_dir():
         return f"; where it has weights in another format, load it with transformers, {_SAVE}"
+    if any((directory / name).exists() for name in (WEIGHTS, INDEX)):
+        return "; copy or download that as well"
     for pattern, meaning in _OTHER_FILES.items():
         found = sorted(file.name for file in directory.glob(pattern))
         if found:

@@ -21,10 +21,9 @@ from transformers.core_model_loading import (
 
 from ...exchange import sentence
 from ..parts import Lazy, OfFile
-from .files import Source, files_of, find_file, opened, others
+from .files import INDEX, WEIGHTS, Source, files_of, find_file, opened, others
 from .formats import check_format, sources_of
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_NAMES = 3
 # Before the names of the text's weights in checkpoints of text and images, as older and as newer
 # releases of transformers save them, and what takes their place in a model of the text alone.
@@ -49,13 +48,13 @@ class Checkpoint:
         self.path = path = source.path
         self._whole_type: str | None = None  # of a model whose text part is taken
         self._left_out: tuple[str, ...] = ()  # patterns of names
-        index = find_file(source, _INDEX)
-        single = None if index is not None else find_file(source, _SINGLE, required=True)
+        index = find_file(source, INDEX)
+        single = None if index is not None else find_file(source, WEIGHTS, required=True)
         if index is None and single is None:
             raise OSError(
-                f"from_pretrained: {path} has neither {_SINGLE} nor {_INDEX}{others(source)}"
+                f"from_pretrained: {path} has neither {WEIGHTS} nor {INDEX}{others(source)}"
             )
-        names = [_SINGLE] if index is None else files_of(index, "from_pretrained: the index")
+        names = [WEIGHTS] if index is None else files_of(index, "from_pretrained: the index")
         check_format(path, quantization)
         self.files = {
             key: handle.get_tensor(key)
