@@ -130,10 +130,18 @@ def test_builds_of_one_release_may_work_together() -> None:
             "message to rank 1: Timed out waiting 1ms",
         ),
         ("", "RuntimeError"),
+        (
+            "Class validation error:\n    ValueError: 128 is no multiple of 7.\nframe #0",
+            "Class validation error: ValueError: 128 is no multiple of 7.",
+        ),
     ],
 )
 def test_sentence_of_a_library(said: str, sentence_of_it: str) -> None:
     assert sentence(RuntimeError(said)) == sentence_of_it
+
+
+def test_sentence_of_a_missing_key() -> None:
+    assert sentence(KeyError("silu2")) == "KeyError: 'silu2'"
 
 
 def differ_in_kind(rank: int, world_size: int) -> str:

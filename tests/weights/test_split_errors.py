@@ -212,6 +212,9 @@ def _damage(path: Path) -> dict[str, tuple[str, str]]:
         ("without blocks", {"quantization_config": {"quant_method": "fp8"}}),
         ("tied", {"tie_word_embeddings": True}),
         ("many layers", {"num_hidden_layers": 10**6}),
+        ("no activation", {"hidden_act": "silu2"}),
+        ("odd heads", {"num_attention_heads": 7}),
+        ("no dtype", {"dtype": "float3"}),
     ):
         config = copy(name) / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | fields))
@@ -226,6 +229,9 @@ def _damage(path: Path) -> dict[str, tuple[str, str]]:
             "of its config.json lacks: extra.bias, extra.weight; co",
         ),
         "many layers": ("ValueError", "num_hidden_layers must be an integer of 1 to 1,000, got 10"),
+        "no activation": ("ValueError", "no model of the config.json of .*: KeyError: 'silu2'"),
+        "odd heads": ("ValueError", "no model of the config.json of .* not a multiple of the num"),
+        "no dtype": ("ValueError", "no model of the config.json of .*has no attribute 'float3'"),
         "bad defaults": ("ValueError", "generation_config.json: it is no JSON: Expecting value"),
         "bad index": ("ValueError", "weight_map must name the file of each weight, .*, got None"),
         "deep index": ("ValueError", "from_pretrained: the index .*json: it is nested too deeply"),

@@ -2,8 +2,8 @@
 """Loading a checkpoint: each rank makes a model with its parts of the weights, and no other."""
 
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import (
 
 from .._json import read_json_object
 from .._numbers import shown
-from ..exchange import Note, Signature
+from ..exchange import Note, Signature, sentence
 from .checkpoint.files import Source, check_config_file, find_file, others
 from .checkpoint.reading import Checkpoint
 from .digests import digest_tensors
@@ -128,7 +128,7 @@ def prepare(
     """The loading of this rank's parts of a checkpoint; `check` is called with the whole model on
     the meta device. No weights are read yet, and no memory is taken."""
     config, checkpoint = read_config(source)
-    with torch.device("meta"):
+    with torch.device("meta"), _configuration_named(source):
         model: Any = model_of_text(
             config,
             dtype=dtype or config.dtype or checkpoint.dtype,
@@ -171,13 +171,29 @@ def read_config(source: Source) -> tuple[PreTrainedConfig, Checkpoint]:
     if file is None:
         raise OSError(f"from_pretrained: {source} has no config.json{others(source)}")
     check_config_file(file, "from_pretrained: the configuration")
-    config = AutoConfig.from_pretrained(source.path, trust_remote_code=False, **source.of_hub)
+    with _configuration_named(source):
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=False, **source.of_hub)
     _check_text(source, config)
     checkpoint = Checkpoint(source, config.to_dict().get("quantization_config") or {})
     config = _text_config(config, checkpoint)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the model that is made no weight is quantised
     return config, checkpoint
+
+
+@contextmanager
+def _configuration_named(source: Source) -> Iterator[None]:
+    """Turns errors that do not say of what they are, such as KeyError: 'silu2', into a ValueError
+    that names the checkpoint."""
+    try:
+        yield
+    except (ImportError, OSError, ValueError):  # sentences of transformers
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"from_pretrained: transformers {transformers.__version__} makes no model of the "
+            f"config.json of {source}: {sentence(error)}"
+        ) from error
 
 
 def _check_text(source: Source, config: PreTrainedConfig) -> None:
