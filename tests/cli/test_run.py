@@ -24,7 +24,7 @@ from tree_attention.cli.rank import LAUNCHER
 
 PACKAGE = str(Path(tree_attention.__file__).parents[1])
 PROGRAM = """
-import json, os, signal, sys, time
+import atexit, json, os, signal, sys, time
 
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 if what == "show":
@@ -34,6 +34,14 @@ if what == "show":
     shown |= {"argv": sys.argv, "path": sys.path[0], "stdin": sys.stdin.read(), "rank": rank}
     print(json.dumps(shown) + "\\n", end="", flush=True)
 elif what == "wait":
+    print("ready\\n", end="", flush=True)
+    time.sleep(1000)
+elif what == "interrupted twice":
+    @atexit.register
+    def leave():
+        os.kill(os.getpid(), signal.SIGINT)
+        print("left\\n", end="", flush=True)
+
     print("ready\\n", end="", flush=True)
     time.sleep(1000)
 elif what == "deaf":
@@ -179,10 +187,10 @@ def test_what_the_record_of_torch_has_written(program: Path) -> None:
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, last)
 
 
-def waiting(size: int, program: Path) -> subprocess.Popen[str]:
+def waiting(size: int, program: Path, what: str = "wait") -> subprocess.Popen[str]:
     """A launcher whose ranks wait until they are ended."""
     return subprocess.Popen(
-        command("-n", size, program, "wait"),
+        command("-n", size, program, what),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -199,6 +207,16 @@ def test_signals_go_on_to_the_ranks(program: Path, number: signal.Signals) -> No
         # Which end when no rank has them any more.
         assert (launcher.stdout.read(), launcher.stderr.read()) == ("", "")
         assert launcher.wait(AMPLE_SECONDS) == 128 + number
+
+
+def test_a_second_interrupt_leaves_exit_functions_alone(program: Path) -> None:
+    """As from a process that sends SIGINT to the group, which the launcher passes on as well."""
+    with waiting(1, program, "interrupted twice") as launcher:
+        assert launcher.stdout is not None and launcher.stderr is not None
+        assert launcher.stdout.readline() == "ready\n"
+        launcher.send_signal(signal.SIGINT)
+        assert (launcher.stdout.read(), launcher.stderr.read()) == ("left\n", "")
+        assert launcher.wait(AMPLE_SECONDS) == 130
 
 
 def test_a_launcher_that_was_stopped_goes_on(program: Path) -> None:

@@ -112,6 +112,9 @@ def _traced(error: BaseException) -> str:
 def _leave(status: int) -> NoReturn:
     """Ends as Python does, but waits for no thread: one that waits in C++ for a lost rank would end
     in a SIGABRT."""
+    # A second one, as a signal to the whole process group brings, would end the exit functions in a
+    # traceback; `launch` kills the ranks for somebody who does not want to wait.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
