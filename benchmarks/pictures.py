@@ -23,6 +23,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks.harness.regions import END, mark
 from benchmarks.harness.results import digest, number, read_table
 from tree_attention.planning.arithmetic import SPLIT_BY_HEADS, Split, Work
 from tree_attention.planning.models import NAMED
@@ -101,10 +102,10 @@ ERRORS = {"tree_attention": "-", "plain": "--"}
 def numerics() -> dict[str, dict[str, Line]]:
     """Return errors by keys for each kind of scores, dtype and library: the table of
     docs/numerics.md, which scripts/numerics.py writes."""
-    table = (DOCS / "numerics.md").read_text().split("<!-- measured: begin -->")[1]
+    table = (DOCS / "numerics.md").read_text().split(mark("scripts/numerics.py"))[1]
     head, _, *rows = (
         [x.strip() for x in line.split("|")[1:-1]]
-        for line in table.split("<!-- measured: end -->")[0].splitlines()
+        for line in table.split(END)[0].splitlines()
         if line.startswith("|")
     )
     found: dict[str, dict[str, Line]] = {name: {} for name in SCORES}

@@ -7,14 +7,19 @@ PYTHONPATH=python python scripts/command_line.py
 import argparse
 import importlib
 import re
+import sys
 from pathlib import Path
 from unittest import mock
 
+# Started by its path: `benchmarks` is found from the root of the checkout.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.harness import regions
 from tree_attention.__main__ import COMMANDS
 
 PAGE = Path(__file__).parents[1] / "docs/command_line.md"
 DEFAULT = r" \(default: ([^)]*)\)"  # in the help of an option
-BEGIN, END = "<!-- written by scripts/command_line.py -->\n", "<!-- end -->\n"
 
 
 class _Made(Exception):
@@ -73,10 +78,8 @@ def section(command: str) -> str:
 
 def written(page: str) -> str:
     """Return the page with the sections of today's commands between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
     sections = "\n\n".join(section(command) for command in COMMANDS)
-    return f"{before}{BEGIN}\n{sections}\n\n{END}{after}"
+    return regions.written(page, "scripts/command_line.py", sections)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
+# Started by its path: `benchmarks` is found from the root of the checkout.
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks.harness import regions
 from tree_attention import _C, BlockCyclic, lean_decode, merge_states
 from tree_attention.cli.information import cpu_name
 from tree_attention.reference import attention
@@ -162,10 +167,8 @@ def provenance() -> str:
 
 def write_page(results: list[Result]) -> None:
     page = DOCS / "numerics.md"
-    begin, end = "<!-- measured: begin -->\n", "<!-- measured: end -->"
-    before, rest = page.read_text().split(begin)
-    _, after = rest.split(end)
-    page.write_text(f"{before}{begin}\n{provenance()}\n\n{table(results)}\n\n{end}{after}")
+    text = f"{provenance()}\n\n{table(results)}"
+    page.write_text(regions.written(page.read_text(), "scripts/numerics.py", text))
 
 
 def main() -> int:

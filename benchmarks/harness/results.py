@@ -4,6 +4,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ def number(text: str) -> float:
     if found is None:
         raise ValueError(f"a number is expected, got {text!r}")
     return float(found[0].replace(",", ""))
+
+
+def value(file: str, row: Mapping[str, str], column: str, unit: float = 1) -> float:
+    """Return a cell of `benchmarks/results/FILE.md`, of the only row with these cells."""
+    found = [x for x in read_table(file).rows if row.items() <= x.items()]
+    if len(found) != 1:
+        raise ValueError(f"{file}.md must have one row with {row}, got {len(found)}")
+    return number(found[0][column]) / unit
 
 
 def digest(data: Any) -> str:

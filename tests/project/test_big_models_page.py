@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from distributed import Lost, run_ranks
-from test_figures import NUMBER
+from test_values import NUMBER
 
 pytest.importorskip("transformers")
 

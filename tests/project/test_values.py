@@ -11,23 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import tables
 from benchmarks.harness.published_shapes import SHAPES
-from benchmarks.harness.results import number, read_table
-from test_figures import (
-    HOSTS,
-    LAN,
-    NUMBER,
+from benchmarks.harness.results import number, read_table, value
+from benchmarks.tables import (
+    BY_HEADS,
+    CPU_HOSTS,
+    FAST,
+    ON_EIGHT,
     ONE,
     OURS_ON_TWO,
     PASS_Q,
     ROOT,
+    SPLIT_ON_TWO,
     TOKEN,
     TREE,
     TWO,
+    VLLM_ON_ONE,
     VLLM_ON_TWO,
-    rounds_to,
+    on_hosts,
     scaling,
-    value,
+    token_ms,
 )
 from tree_attention.planning.arithmetic import (
     DATA,
@@ -44,15 +48,12 @@ from tree_attention.planning.machines import LINKS, MACHINES, Hosts, Link, Machi
 from tree_attention.planning.models import NAMED
 from tree_attention.planning.unequal import Group
 
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.])")
 MARK = re.compile(r"<!--\s+value:\s+(\S+)\s+-->")
-PAGES = sorted(
-    page
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
-    if MARK.search(page.read_text())
-)
+PAGES = [page for page in tables.PAGES if MARK.search(page.read_text())]
 
 
-def tables(name: str) -> list[list[dict[str, str]]]:
+def all_tables(name: str) -> list[list[dict[str, str]]]:
     """Return the rows of each table of benchmarks/results/NAME.md."""
     text = (ROOT / f"benchmarks/results/{name}.md").read_text()
     found = []
@@ -67,7 +68,7 @@ def cell(name: str, column: str, **cells: str) -> float:
     columns."""
     found = [
         row[column]
-        for table in tables(name)
+        for table in all_tables(name)
         for row in table
         if column in row and all(text in row.values() for text in cells.values())
     ]
@@ -131,10 +132,6 @@ RULE, CALIBRATED = "that the shipped rule takes", "the strategy that calibrated 
 BIG_BIRD = "B=1 65536 BigBird: first 64, window 192, 60 random blocks of 64"
 
 
-def deterministic(ranks: int, row: str) -> Callable[[], float]:
-    return lambda: cell(f"deterministic_{ranks}", "ms", deterministic=row)
-
-
 ACCURACY = {"kv": "kv_dtype", "smol": "kv_dtype_smollm2-135m"}
 
 
@@ -174,16 +171,11 @@ def throughput(batch: int, context: int = 4096) -> Callable[[], float]:
     return lambda: bracket(serving(batch, "ours, TP 2, DCP 2", "new tokens/s", context))
 
 
-def on_hosts(engine: str, column: str, link: str = LAN) -> Callable[[], float]:
-    return lambda: value("two_hosts", {"link": link, "engine": engine}, column)
+def faster_hosts(theirs: str, ours: str = OURS_ON_TWO) -> float:
+    return on_hosts(FAST, theirs) / on_hosts(FAST, ours)
 
 
-def faster_hosts(other: str, ours: str = "ours, two hosts") -> float:
-    times = [on_hosts(engine, "between tokens ms")() for engine in (other, ours)]
-    return times[0] / times[1]
-
-
-def contexts(column: str, method: str, unit: float, case: str = HOSTS) -> Callable[[], float]:
+def contexts(column: str, method: str, unit: float, case: str = ON_EIGHT) -> Callable[[], float]:
     return lambda: value("contexts", {"case": case, "method": method}, column, unit)
 
 
@@ -253,7 +245,6 @@ def experts(way: str) -> Callable[[], float]:
 
 
 LLAMA_8B = NAMED["llama-3.1-8b"]
-CPU_HOSTS = Hosts(MACHINES["cpu"], LINKS["10gbe"])
 
 
 def planned(form: str) -> tuple[float, float]:
@@ -266,10 +257,6 @@ def glm(ranks: int, form: str | None = None) -> Split:
     """GLM-4.7-Flash with 196,608 tokens on the hosts of README.md, split in the fastest way."""
     plan = Plan(NAMED["glm-4.7-flash"], CPU_HOSTS, ranks, Work(192 << 10))
     return plan.split(form or plan.best())
-
-
-def token_ms(split: Split) -> float:
-    return 1e3 * split.token_seconds(CPU_HOSTS).total
 
 
 def prompt_minutes(split: Split) -> float:
@@ -397,8 +384,8 @@ VALUES: dict[str, Callable[[], float]] = {
     "front.families": families,
     "faq.glm_ours_ms": lambda: token_ms(glm(2)),
     "faq.glm_tensor_ms": lambda: token_ms(glm(2, TENSOR)),
-    "faq.ranks": lambda: scaling(TOKEN, "bare/2", TWO)[0],
-    "faq.threads": lambda: scaling(TOKEN, "bare/2", TWO)[1],
+    "faq.ranks": lambda: scaling(TOKEN, "bare/2", BY_HEADS),
+    "faq.threads": lambda: scaling(TOKEN, "bare/1", TWO),
     **{
         f"measured.read_{name}": lambda i=i: float(noted("decode_avx512_bf16", BANDWIDTH)[i])
         for i, name in enumerate(("least", "most"))
@@ -426,23 +413,14 @@ VALUES: dict[str, Callable[[], float]] = {
             ("_all", "new tokens/s", float),
         )
     },
-    "hosts.over_gloo": lambda: faster_hosts("vllm, two hosts"),
-    "hosts.over_gloo_dcp": lambda: faster_hosts("vllm, two hosts", "ours, two hosts, DCP 2"),
-    "hosts.over_one": lambda: faster_hosts("vllm, one host"),
-    **{
-        f"hosts.{speed}_{name}": on_hosts(engine, "between tokens ms", link)
-        for speed, link in (("fast", LAN), ("slow", "1ms,1gbit"))
-        for name, engine in (
-            ("one", "vllm, one host"),
-            ("two", VLLM_ON_TWO),
-            ("ours", OURS_ON_TWO),
-            ("dcp", f"{OURS_ON_TWO}, DCP 2"),
-        )
-    },
-    "hosts.gib_one": on_hosts("vllm, one host", "GiB of a process"),
-    "hosts.gib_two": on_hosts("ours, two hosts", "GiB of a process"),
-    "hosts.first_two": on_hosts("ours, two hosts", "first request s"),
-    "hosts.first_one": on_hosts("vllm, one host", "first request s"),
+    "hosts.over_gloo": lambda: faster_hosts(VLLM_ON_TWO),
+    "hosts.over_gloo_dcp": lambda: faster_hosts(VLLM_ON_TWO, SPLIT_ON_TWO),
+    "hosts.over_one": lambda: faster_hosts(VLLM_ON_ONE),
+    "hosts.fast_dcp": lambda: on_hosts(FAST, SPLIT_ON_TWO),
+    "hosts.gib_one": lambda: on_hosts(FAST, VLLM_ON_ONE, "GiB of a process"),
+    "hosts.gib_two": lambda: on_hosts(FAST, OURS_ON_TWO, "GiB of a process"),
+    "hosts.first_two": lambda: on_hosts(FAST, OURS_ON_TWO, "first request s"),
+    "hosts.first_one": lambda: on_hosts(FAST, VLLM_ON_ONE, "first request s"),
     "contexts.kb_tree": contexts("bytes sent", TREE, 1e3),
     "contexts.kb_pass_q": contexts("bytes sent", PASS_Q, 1e3),
     "contexts.gb_ring": contexts("bytes sent", "ring", 1e9),
@@ -507,8 +485,8 @@ VALUES: dict[str, Callable[[], float]] = {
     "example.cache_old": example("1 .old.  1 of 5 ", 1),
     "example.cache_all": lambda: cache_gb(1, 32 << 10),
     "two.ms": lambda: on_two(LINKS["10gbe"])[0],
-    "two.emulated": lambda: scaling(TOKEN, "lan/2", ONE)[0],
-    "two.one_core": lambda: scaling(TOKEN, "lan/2", ONE)[1],
+    "two.emulated": lambda: scaling(TOKEN, "lan/2", BY_HEADS),
+    "two.one_core": lambda: scaling(TOKEN, "bare/1", ONE),
     "two.slow_ms": lambda: on_two(LINKS["1gbe"])[0],
     "two.slow_minutes": lambda: on_two(LINKS["1gbe"])[1],
     "two.enough": enough_for_prompts,
@@ -596,15 +574,6 @@ VALUES: dict[str, Callable[[], float]] = {
     "cuda.int8_bf16": compiled("int8", "widened to bfloat16, the first version"),
     "cuda.int8_f16": compiled("int8", "widened to float16, 16 rows"),
     **{
-        f"deterministic_{ranks}.{name}": deterministic(ranks, row)
-        for ranks in (1, 2)
-        for name, row in (
-            ("without", "without"),
-            ("4096", "in blocks of 4096"),
-            ("1024", "in blocks of 1024"),
-        )
-    },
-    **{
         f"sparse.{name}": lambda column=column: cell("sparse", column, case=BIG_BIRD)
         for name, column in (
             ("ranges", "ours us"),
@@ -689,6 +658,13 @@ def marked(text: str) -> list[tuple[str, str]]:
     return found
 
 
+def rounds_to(number: float, text: str) -> bool:
+    """Say whether a number with as many decimals is the text: 1,297 or 0.93."""
+    plain = text.replace(",", "")
+    decimals = len(plain.partition(".")[2])
+    return abs(float(plain) - number) <= 0.5000001 * 10.0**-decimals
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_numbers_are_those_of_the_results(page: Path) -> None:
     for name, shown in marked(page.read_text()):
@@ -706,4 +682,5 @@ def test_every_value_is_shown() -> None:
 def test_a_wrong_number_is_found() -> None:
     text = "It took 3 rounds of 25.4 ms<!-- value: a -->, not 1,000\nus<!-- value: b -->."
     assert marked(text) == [("a", "25.4"), ("b", "1,000")]
+    assert rounds_to(1297.04, "1,297") and not rounds_to(1297.6, "1,297")
     assert rounds_to(25.44, "25.4") and not rounds_to(25.46, "25.4")
