@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Which form of split pays where, by arithmetic: Llama 3.1 on several hosts and links.
 
-    python -m lab.simulation.parallelism --out docs
+    python -m lab.simulation.parallelism
+
+It writes the table of docs/parallelism.md and draws the picture of that page.
 
 Times are those of bandwidths, of arithmetic at the rate that is given, and of rounds of messages.
 Nothing overlaps and nobody waits, so that they are bounds of a kind: their order says which form to
@@ -16,7 +18,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.pictures import picture
+from benchmarks.harness import regions
+from benchmarks.pictures import DOCS, picture
 from tree_attention.planning.arithmetic import (
     FORMS,
     SPLIT,
@@ -79,6 +82,11 @@ HEADINGS = (
 def table() -> str:
     lines = [HEADINGS, ["---"] * 2 + ["---:"] * 11, *rows()]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def written(page: str) -> str:
+    """Return docs/parallelism.md with today's table."""
+    return regions.written(page, "python -m lab.simulation.parallelism", table().rstrip())
 
 
 def _text(value: float) -> str:
@@ -144,11 +152,11 @@ def draw_who_holds_what(path: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m lab.simulation.parallelism")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write parallelism.png there")
+    parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR", help="its parallelism.md")
     parsed = parser.parse_args(arguments)
-    print(table(), end="")
-    if parsed.out is not None:
-        draw_who_holds_what(parsed.out / "parallelism.png")
+    page = parsed.out / "parallelism.md"
+    page.write_text(written(page.read_text()))
+    draw_who_holds_what(page.with_suffix(".png"))
     return 0
 
 

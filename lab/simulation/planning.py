@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Predictions of `tree_attention.planning` beside measured runs.
+"""Writes into docs/planning.md what `tree_attention.planning` predicts for measured runs.
 
     python -m lab.simulation.planning
 
@@ -15,6 +15,7 @@ import json
 import math
 from typing import Any
 
+from benchmarks.harness import regions
 from benchmarks.harness.report import ROOT
 from benchmarks.latent.model import CHUNK, OURS, configuration
 from tree_attention.cli.models import from_config
@@ -30,7 +31,7 @@ from tree_attention.planning.arithmetic import (
 from tree_attention.planning.machines import Hosts, Link, Machine, fitted_link
 from tree_attention.planning.models import Model, llama
 
-RESULTS = ROOT / "benchmarks/results"
+PAGE, RESULTS = ROOT / "docs/planning.md", ROOT / "benchmarks/results"
 FORMS = {
     ("whole", 1, "replicated"): WHOLE,
     ("whole", 1, "split"): PROMPTS,
@@ -135,5 +136,12 @@ def _table(headings: tuple[str, ...], cells: list[list[str]], num_names: int) ->
     return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rules, *cells)) + "\n"
 
 
+def written(page: str) -> str:
+    """Return docs/planning.md with today's tables."""
+    for name, text in (("forms", table()), ("latents", latent_table())):
+        page = regions.written(page, f"python -m lab.simulation.planning: {name}", text.rstrip())
+    return page
+
+
 if __name__ == "__main__":
-    print(table(), latent_table(), sep="\n", end="")
+    PAGE.write_text(written(PAGE.read_text()))
