@@ -3,9 +3,9 @@
 
     python benchmarks/pictures.py
 
-Points are rows of those tables: run the programs that measure, then this one. Every PNG carries a
+Points are rows of those tables: run the programs that measure, then this one. Every SVG carries a
 digest of what it shows, and `tests/benchmarks/test_pictures.py` compares it with the tables of
-today. Memory is computed and not measured.
+today. Memory is computed and not measured. A browser in dark mode shows the colours of `DARK`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,20 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 # Colours that differ in lightness too: of this library, and of what it is compared with.
 OURS, FIRST, SECOND, THIRD, GREY = "#1f5fa8", "#e08a2e", "#b03a48", "#6b8f3c", "#9aa4b0"
-DARK_GREY = "#5f6873"
+DARK_GREY, LIGHT_GREY = "#5f6873", "#ececec"
+INK, GROUND = "#222233", "#ffffff"  # of texts and axes, and under them
+# What a browser in dark mode shows in the place of each of these.
+DARK = {
+    OURS: "#6cb0ff",
+    FIRST: "#f0a04b",
+    SECOND: "#f47c8a",
+    THIRD: "#9cc465",
+    GREY: "#75808c",
+    DARK_GREY: "#aab5c0",
+    LIGHT_GREY: "#2d333b",
+    INK: "#e6edf3",
+    GROUND: "#161b22",
+}
 K = 1024
 
 Line = list[tuple[float, float]]  # points (x, y) in the order of x
@@ -160,19 +173,43 @@ def cache_memory() -> dict[str, list[float]]:
 def picture(
     path: Path, data: Any, grid: tuple[int, int], size: tuple[float, float], **options: Any
 ) -> Iterator[Any]:
-    """Axes `[rows, columns]` of a PNG that is 1,800 pixels wide and carries the digest of data."""
+    """Axes `[rows, columns]` of an SVG that carries the digest of data and colours of dark mode."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with pyplot.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+    ink = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    style: dict[Any, Any] = dict.fromkeys(ink, INK)
+    style |= dict.fromkeys(("figure.facecolor", "axes.facecolor"), GROUND)
+    style |= {"grid.color": GREY, "svg.hashsalt": path.name, "font.size": 11}
+    with pyplot.rc_context({**style, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = pyplot.subplots(
             *grid, figsize=size, squeeze=False, layout="constrained", **options
         )
         yield axes
-        figure.savefig(path, dpi=1800 / size[0], metadata={"Comment": digest(data)})
+        figure.savefig(path, metadata={"Description": digest(data), "Date": None, "Creator": None})
         pyplot.close(figure)
+    path.write_text(with_dark_mode(path.read_text()))
+
+
+def with_dark_mode(svg: str) -> str:
+    """Return a picture of matplotlib, which gives each element its colours in `style`, with a rule
+    for each of them."""
+    rules = "".join(
+        f'[style*="{name}: {light}"] {{ {name}: {dark} !important; }}\n'
+        for light, dark in DARK.items()
+        for name in ("fill", "stroke")
+        if f"{name}: {light}" in svg
+    )
+    style = f"<style>@media (prefers-color-scheme: dark) {{\n{rules}}}</style>\n"
+    return svg.replace("<defs>", f"{style}<defs>", 1)
+
+
+def digest_of(path: Path) -> str:
+    """Return the digest of what a picture shows."""
+    (found,) = re.findall(r"<dc:description>(\w+)</dc:description>", path.read_text())
+    return found
 
 
 @dataclass(frozen=True)
@@ -301,8 +338,8 @@ def draw_two_ranks(path: Path) -> None:
                     color=colour,
                     label=what,
                 )
-                axes.bar_label(bars, fmt="%.2f", fontsize=9, padding=-13, color="white")
-            axes.axhline(2, color="black", linestyle="--", linewidth=1)
+                axes.bar_label(bars, fmt="%.2f", fontsize=9, padding=-13, color=GROUND)
+            axes.axhline(2, color=INK, linestyle="--", linewidth=1)
             axes.axhline(1, color=GREY, linewidth=1, zorder=0)
             axes.set_xticks(range(len(forms)), list(forms), fontsize=9)
             axes.set_title(titles[place], fontsize=11)
@@ -331,10 +368,10 @@ def draw_cache_memory(path: Path) -> None:
                 [f"{x:.0f}" for x in sums],
                 fontsize=10,
                 padding=4,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+                bbox={"facecolor": GROUND, "edgecolor": "none", "pad": 0.8},
             )
         for memory, name in HOSTS.items():
-            axes.axhline(memory, color="black", linestyle="--", linewidth=1, zorder=0)
+            axes.axhline(memory, color=INK, linestyle="--", linewidth=1, zorder=0)
             axes.text(len(RANKS) - 0.5, memory + 3, name, ha="right")
         axes.set_xticks(range(len(RANKS)), [f"{p} ranks" for p in RANKS])
         axes.set(ylabel="GB on each rank")
@@ -356,11 +393,11 @@ class Picture:
 
 
 PICTURES = {
-    "tokens.png": Picture(tokens, draw_tokens, ("llama", "engines")),
-    "contexts.png": Picture(contexts, draw_contexts, ("contexts",)),
-    "numerics.png": Picture(numerics, draw_numerics),
-    "two_ranks.png": Picture(two_ranks, draw_two_ranks, ("scaling",)),
-    "cache_memory.png": Picture(cache_memory, draw_cache_memory),
+    "tokens.svg": Picture(tokens, draw_tokens, ("llama", "engines")),
+    "contexts.svg": Picture(contexts, draw_contexts, ("contexts",)),
+    "numerics.svg": Picture(numerics, draw_numerics),
+    "two_ranks.svg": Picture(two_ranks, draw_two_ranks, ("scaling",)),
+    "cache_memory.svg": Picture(cache_memory, draw_cache_memory),
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.pictures import FIRST, OURS, SECOND, Picture, main, picture
+from benchmarks.pictures import FIRST, GROUND, INK, OURS, SECOND, Picture, main, picture
 from tree_attention import lean_schedule
 
 from .algorithms.lean import AsPrinted, outcome
@@ -54,11 +54,11 @@ def draw_schedules(path: Path) -> None:
             for worker, head, begin, end in rows:
                 for tile in range(begin, end):
                     colour = (OURS, FIRST)[head]
-                    axes.barh(worker, 1, left=clock[worker], color=colour, edgecolor="white")
+                    axes.barh(worker, 1, left=clock[worker], color=colour, edgecolor=GROUND)
                     middle = clock[worker] + 0.5
-                    axes.text(middle, worker, str(tile), ha="center", va="center", color="white")
+                    axes.text(middle, worker, str(tile), ha="center", va="center", color=GROUND)
                     clock[worker] += 1
-            axes.axvline(max(clock), color="black", linestyle="--", linewidth=1)
+            axes.axvline(max(clock), color=INK, linestyle="--", linewidth=1)
             axes.text(max(clock) + 0.1, 4.2, f"{max(clock)} tiles", va="center")
             axes.set_title(name.replace(": ", "\n"), fontsize=10)
             axes.set(xlabel="time, in tiles", xlim=(0, 6.2), xticks=range(6))
@@ -78,19 +78,18 @@ def draw_algorithm_4(path: Path) -> None:
         from matplotlib.patches import Patch
 
         for axes, (outputs, grid) in zip(panels, data.items(), strict=True):
-            axes.imshow(
+            axes.pcolormesh(
+                range(1, ITERATIONS + 1),
+                range(1, CTAS + 1),
                 [[list(kinds).index(kind) for kind in row] for row in grid],
                 cmap=ListedColormap(list(kinds.values())),
                 vmin=0,
                 vmax=2,
-                origin="lower",
-                extent=(0.5, ITERATIONS + 0.5, 0.5, CTAS + 0.5),
-                aspect="auto",
             )
             axes.set_xticks(range(0, ITERATIONS + 1, 4)[1:])
             axes.set_xticks([i + 0.5 for i in range(ITERATIONS)], minor=True)
             axes.set_yticks([i + 0.5 for i in range(CTAS)], minor=True)
-            axes.grid(which="minor", color="white", linewidth=0.6)
+            axes.grid(which="minor", color=GROUND, linewidth=0.6)
             axes.tick_params(which="minor", length=0)
             axes.set(xlabel="iterations of a tile")
             axes.set_title(f"{outputs} output tile{'s' * (outputs != '1')}", fontsize=11)
@@ -104,8 +103,8 @@ def draw_algorithm_4(path: Path) -> None:
 
 
 PICTURES = {
-    "lean_schedule.png": Picture(schedules, draw_schedules),
-    "algorithm_4.png": Picture(algorithm_4, draw_algorithm_4, ("algorithm_4",)),
+    "lean_schedule.svg": Picture(schedules, draw_schedules),
+    "algorithm_4.svg": Picture(algorithm_4, draw_algorithm_4, ("algorithm_4",)),
 }
 
 if __name__ == "__main__":

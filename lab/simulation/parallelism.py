@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.harness import regions
-from benchmarks.pictures import DOCS, picture
+from benchmarks.pictures import DOCS, FIRST, LIGHT_GREY, OURS, SECOND, THIRD, picture
 from tree_attention.planning.arithmetic import (
     FORMS,
     SPLIT,
@@ -118,6 +118,7 @@ def pieces(p: int, rank: int, size: int | None) -> dict[str, tuple[int, int]]:
 
 
 P = 4  # ranks of the picture
+COLOURS = (OURS, FIRST, SECOND, THIRD)
 
 
 def who_holds_what() -> dict[str, list[dict[str, tuple[int, int]]]]:
@@ -137,8 +138,8 @@ def draw_who_holds_what(path: Path) -> None:
                 for place, (count, piece) in enumerate(held.values()):
                     box = {"height": 0.6, "align": "edge"}
                     left, width = rank + 0.1, 0.8 / count
-                    axes.barh(place, 0.8, left=left, color="0.93", **box)
-                    axes.barh(place, width, left=left + piece * width, color=f"C{rank}", **box)
+                    axes.barh(place, 0.8, left=left, color=LIGHT_GREY, **box)
+                    axes.barh(place, width, left=left + piece * width, color=COLOURS[rank], **box)
             axes.set_xticks([rank + 0.5 for rank in range(P)], list(range(P)))
             axes.set(xlabel="rank")
             axes.set_title(name, fontsize=10)
@@ -156,7 +157,7 @@ def main(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     page = parsed.out / "parallelism.md"
     page.write_text(written(page.read_text()))
-    draw_who_holds_what(page.with_suffix(".png"))
+    draw_who_holds_what(page.with_suffix(".svg"))
     return 0
 
 

@@ -485,7 +485,7 @@ def test_source_distribution_is_complete(tmp_path):
     needed |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"}
     needed |= {"python/tree_attention/py.typed"}
     assert needed <= contained, needed - contained
-    assert not {name for name in contained if name.endswith((".so", ".o", ".pyc", ".png"))}
+    assert not {name for name in contained if name.endswith((".so", ".o", ".pyc", ".png", ".svg"))}
     assert not {name for name in contained if name.startswith("benchmarks/results")}
     assert archive.stat().st_size < 6e6
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness.results import digest
+from benchmarks.pictures import digest_of
 from benchmarks.scaling import generate, weights_bytes
 from distributed import preload, run_ranks
 from hf_families import HYBRIDS, WORKING, make_model
@@ -121,6 +121,5 @@ def test_table_and_picture(tmp_path: Path) -> None:
     remedy = "run: python -m lab.simulation.parallelism"
     assert (tmp_path / "parallelism.md").read_text() == page, remedy
     for folder in (docs, tmp_path):
-        with Image.open(folder / "parallelism.png") as image:
-            assert image.width == 1800
-            assert image.info["Comment"] == digest(parallelism.who_holds_what())
+        shown = digest_of(folder / "parallelism.svg")
+        assert shown == digest(parallelism.who_holds_what())
