@@ -31,6 +31,10 @@ COMMANDS = {
 }
 
 
+# torch's words where the CPU has no memory for a tensor, in a plain RuntimeError.
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+
+
 def main(arguments: list[str]) -> int:
     parser = Parser(
         prog=program(),
@@ -55,7 +59,8 @@ def main(arguments: list[str]) -> int:
         return end_with(parsed.command, error, 2)
     except RuntimeError as error:
         if is_of_memory(error):
-            return end_with(parsed.command, error, 1)
+            _, words, size = str(error).partition(NO_MEMORY)
+            return end_with(parsed.command, words + size or error, 1)
         if not is_of_ranks(error):
             raise
         if INTERRUPTED in str(error):
@@ -85,9 +90,10 @@ def is_of_ranks(error: RuntimeError) -> bool:
 
 
 def is_of_memory(error: RuntimeError) -> bool:
-    """True for the error of a cache, or of weights, for which there is no memory."""
+    """True for the error of a cache, of weights, or of torch, for which there is no memory."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+    is_raised_here = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    return is_raised_here or NO_MEMORY in str(error)
 
 
 def interrupted(command: str) -> int:

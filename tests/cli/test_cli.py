@@ -404,6 +404,17 @@ def test_a_cache_without_memory_ends_a_command_in_its_sentence(
     assert capsys.readouterr().err == "generate: TreeCache: 9 tokens need 9 GiB\n"
 
 
+def test_a_tensor_without_memory_ends_a_command_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate, "main", lambda arguments: torch.empty(1 << 56))
+    assert main(["generate"]) == 1
+    words = (
+        r"generate: DefaultCPUAllocator: can't allocate memory: you tried to allocate \d+ bytes.*"
+    )
+    assert re.fullmatch(words + "\n", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("words", "way"),
     [
