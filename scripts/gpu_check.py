@@ -305,7 +305,8 @@ def main(arguments: list[str]) -> int:
             run.run_step(step)
     failures = sum(r.result != "passed" for r in run.done)
     seconds = round(time.monotonic() - run.begin)
-    print(f"\n{run.device}: {failures} of {len(run.done)} stages did not pass, {seconds} s")
+    device = run.device or "no GPU"
+    print(f"\n{device}: {failures} of {len(run.done)} stages did not pass, {seconds} s")
     return int(failures > 0)
 
 

@@ -92,6 +92,7 @@ def test_the_time_of_a_call_ends_it(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     results = {x["result"] for x in json.loads((tmp_path / "check.json").read_text())["stages"]}
     assert done.returncode == 1 and "passed" not in results
+    assert "\nno GPU: " in done.stdout
     assert {"not run: no time is left", "not run: needs a GPU"} <= results
 
 
