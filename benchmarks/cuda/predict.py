@@ -24,13 +24,24 @@ from typing import Any
 from tree_attention.planning.machines import MACHINES
 
 from ..harness.report import ROOT, commit
-from .cases import EIGHT_BITS, LATENTS, OURS, PAPERS, QUERIES, CudaCase, K, quick_cases
+from .cases import (
+    EIGHT_BITS,
+    LATENTS,
+    MANY_ROWS,
+    OURS,
+    PAPERS,
+    QUERIES,
+    CudaCase,
+    K,
+    quick_cases,
+)
 from .peers import WORKERS
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = RESULTS / "cuda_predicted.md"
 BEGIN = "<!-- the table of python -m benchmarks.cuda.predict --write -->\n"
 BEGIN_RUN = "<!-- what predict.py says of the run on an H100, by the same --write -->\n"
+BEGIN_WGMMA = "<!-- what predict.py says of the kernel by wgmma, by the same --write -->\n"
 END = "<!-- its end -->\n"
 # What scripts/gpu_check.sh measures for benchmarks/results: reports, and whether their rows are
 # kept as well.
@@ -65,6 +76,7 @@ class Gpu:
     l2_bytes: int = 64  # that come to a multiprocessor per clock
     issue_slots: int = 4
     products: int = 1300  # multiply-adds of 16 bits by mma.sync
+    wgmma_products: int = 2048  # the same by wgmma: 989 TFLOPS of 132 at 1.83 GHz (datasheet)
     read_efficiency: float = 0.96  # share of read_bandwidth that a long launch keeps
     clocks_per_instruction: float = 4.0  # of a warp that waits for nothing but its own results
     clocks_per_step: float = (
@@ -114,6 +126,8 @@ class Code:
     loop: int = 55  # of a tile, with the maxima and sums of its rows
     # A whole tile of latents, by its rows: of contiguous keys, and of pages.
     latents: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    # A whole tile of the kernel by wgmma whose maxima stay, by columns and rows. Others have none.
+    wgmma: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
 
 # Share of the peak that a kernel which only reads reaches: 4.3 of 4.8 TB/s, an assumption until the
@@ -176,7 +190,15 @@ NOW = replace(
     },
     latents={16: (613, 689), 64: (789, 819)},
 )
-
+# The kernel by wgmma (csrc/cuda/decode/lean_decode_wgmma.cuh), of workers that are single blocks.
+WGMMA = replace(
+    NOW,
+    clusters=False,
+    wgmma={
+        **{(64, 32): 459, (64, 64): 783, (128, 32): 526, (128, 64): 850},
+        **{(576, 16): 749, (576, 32): 923},
+    },
+)
 
 # By the read rate of its probe; and what `RAN` took there, in us.
 H100 = replace(H200, read_bandwidth=3.12e12)
@@ -218,6 +240,15 @@ class Tile:
         warps = 8 if rows > 64 else 4
         num_bytes = 2 * keys * case.head_dim * case.cached_dtype.itemsize
         return Tile(rows, warps, 2 if warps == 4 else 1, keys, num_bytes)
+
+    @staticmethod
+    def by_wgmma(case: CudaCase) -> "Tile":
+        """As csrc/cuda/decode/wgmma_config.cuh chooses it."""
+        least = 16 if case.latent_dim else 32
+        rows = least if packed_rows(case) <= least else 2 * least
+        blocks = 2 if rows * (case.latent_dim or columns_of(case)) <= 64 * 64 else 1
+        columns = case.head_dim if case.latent_dim else 2 * case.head_dim
+        return Tile(rows, 4, blocks, 64, 64 * columns * case.cached_dtype.itemsize)
 
     @property
     def row_groups(self) -> int:
@@ -271,6 +302,14 @@ class Prediction:
     bound: str  # what takes the most of the time
 
 
+def bytes_of_products(case: CudaCase, tile: Tile) -> float:
+    """Return the bytes that wgmma reads from shared memory for one tile: K and the queries, then V
+    and for each 64 of its columns the weights."""
+    values = case.latent_dim or case.head_dim
+    keys_and_values = tile.keys * 2 * (case.head_dim + values)
+    return keys_and_values + 2 * tile.rows * (case.head_dim + tile.keys * -(-values // 64))
+
+
 def shared_bytes(case: CudaCase, tile: Tile) -> float:
     """Return the bytes that shared memory moves for one tile."""
     if not case.latent_dim:
@@ -286,6 +325,8 @@ def shared_bytes(case: CudaCase, tile: Tile) -> float:
 
 def instructions(case: CudaCase, tile: Tile, code: Code) -> float:
     """Return the number of instructions that one warp executes for one tile."""
+    if code.wgmma:
+        return code.wgmma[case.head_dim if case.latent_dim else columns_of(case), tile.rows]
     if case.latent_dim:
         return code.latents[tile.rows][case.page_size > 0]
     quarter = 4 / tile.warps
@@ -327,8 +368,33 @@ def fixup_us(
     return us
 
 
+def clocks_of(
+    case: CudaCase, tile: Tile, code: Code, machine: Gpu, resident: int
+) -> dict[str, float]:
+    """Return the clocks of a tile by what may bound them, where so many blocks are resident on a
+    multiprocessor. With wgmma a block's products and its softmax follow one another."""
+    of_warp = instructions(case, tile, code)
+    columns = case.head_dim + (case.latent_dim or case.head_dim)
+    latency = of_warp * machine.clocks_per_instruction
+    products = tile.keys * columns * tile.rows
+    if code.wgmma:
+        read = bytes_of_products(case, tile)
+        moved = tile.num_bytes + read + 2 * tile.rows * tile.keys
+        tensor_cores = products / machine.wgmma_products
+        latency += max(tensor_cores, read / machine.shared_bytes)
+    else:
+        moved = shared_bytes(case, tile)
+        tensor_cores = products / machine.products
+    return {
+        "shared memory": moved / machine.shared_bytes * resident,
+        "issue slots": of_warp * tile.warps / machine.issue_slots * resident,
+        "tensor cores": tensor_cores * resident,
+        "instruction latency": latency,
+    }
+
+
 def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction:
-    tile = Tile.of(case, min(code.steps))
+    tile = Tile.by_wgmma(case) if code.wgmma else Tile.of(case, min(code.steps))
     row_blocks = -(-packed_rows(case) // tile.rows)
     outputs = case.heads[1] * row_blocks  # of a sequence
     tiles = [-(-n // tile.keys) - case.first_key(n) // tile.keys for n in case.lengths]
@@ -349,15 +415,7 @@ def predict(case: CudaCase, code: Code = NOW, machine: Gpu = H200) -> Prediction
     # A single block has outputs' overhead in its range; blocks of a cluster share out tiles alone.
     longest = range_of_worker if size == 1 else -(-(range_of_worker - OVERHEAD_TILES) // size)
     resident = -(-workers * size // machine.multiprocessors)  # blocks of a multiprocessor
-    of_warp = instructions(case, tile, code)
-    columns = case.head_dim + (case.latent_dim or case.head_dim)
-
-    clocks = {
-        "shared memory": shared_bytes(case, tile) / machine.shared_bytes * resident,
-        "issue slots": of_warp * tile.warps / machine.issue_slots * resident,
-        "tensor cores": tile.keys * columns * tile.rows / machine.products * resident,
-        "instruction latency": of_warp * machine.clocks_per_instruction,
-    }
+    clocks = clocks_of(case, tile, code, machine, resident)
     times = {name: longest * count / machine.clock * 1e6 for name, count in clocks.items()}
     reads_once = code.in_step and workers % row_blocks == 0
     read = case.read_bytes * (1 if reads_once else row_blocks)
@@ -436,6 +494,25 @@ def table_of_the_run() -> str:
     return "\n".join(lines) + "\n"
 
 
+def table_of_wgmma() -> str:
+    """Markdown: the kernel by wgmma, where every instruction waits for the one before it and where
+    two of them overlap, beside the kernel that it is to replace."""
+    overlapping = replace(H200, clocks_per_instruction=H200.clocks_per_instruction / 2)
+    lines = [
+        "| shape | every instruction waits, us | bound by | two overlap, us | bound by "
+        "| the kernel of now, us | the same on the H100, measured, us |",
+        "| --- | ---: | --- | ---: | --- | ---: | ---: |",
+    ]
+    rows = [MANY_ROWS, replace(MANY_ROWS, head_dim=64)]
+    rows += [replace(case, seqlen_q=8) for case in rows]
+    for case in (*LATENTS, *rows):
+        waits, overlaps = (predict(case, WGMMA, machine) for machine in (H200, overlapping))
+        cells = [_us(waits.us), waits.bound, _us(overlaps.us), overlaps.bound]
+        cells += [_us(predict(case).us), _us(H100_RUN[case.name]) if case.name in H100_RUN else ""]
+        lines.append(f"| {case.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def begin_of(what: str) -> str:
     return f"<!-- {what}: of {SHOWN[what][0]}.md of the results, by the same --write -->\n"
 
@@ -459,6 +536,7 @@ def table_of_report(page: Path, columns: Sequence[str]) -> str:
 def filled(page: str, folder: Path) -> str:
     """The page with the tables between their marks."""
     tables = {BEGIN: table(measured(folder)), BEGIN_RUN: table_of_the_run()}
+    tables[BEGIN_WGMMA] = table_of_wgmma()
     tables |= {
         begin_of(what): table_of_report(folder / f"{name}.md", columns)
         for what, (name, columns) in SHOWN.items()

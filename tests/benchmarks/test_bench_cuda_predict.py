@@ -21,7 +21,7 @@ from benchmarks.cuda.cases import (
     K,
     M,
 )
-from benchmarks.cuda.predict import BEFORE, H200, NOW, RAN, Tile, instructions
+from benchmarks.cuda.predict import BEFORE, H200, NOW, RAN, WGMMA, Tile, instructions
 
 LONG = CudaCase(lengths=(M,))
 PAGED = CudaCase(PAGES, lengths=(16 * K,) * 8, page_size=16)
@@ -93,6 +93,22 @@ def test_latents_are_those_of_the_machine_code() -> None:
     assert predict.predict(MLA).bound == "shared memory"
     with pytest.raises(ValueError, match="no such kernel"):
         predict.predict(replace(MLA, kv_dtype="int8"))
+
+
+def test_clocks_of_a_tile_by_wgmma() -> None:
+    """K, V and the queries are read from shared memory once, the weights for each 64 columns."""
+    rows_64 = CudaCase(QUERIES, lengths=(64 * K,), seqlen_q=16)
+    kilobytes = {rows_64: (32, 16 + 16 + 16 + 2 * 8, 8), MLA_16: (72, 72 + 64 + 18 + 8 * 2, 2)}
+    for case, (copied, read, stored) in kilobytes.items():
+        tile = Tile.by_wgmma(case)
+        clocks = predict.clocks_of(case, tile, WGMMA, H200, 1)
+        assert clocks["shared memory"] == (copied + read + stored) * K / 128
+        products = clocks["tensor cores"]
+        assert products == 64 * (256 if case is rows_64 else 576 + 512) * tile.rows / 2048
+        serial = max(products, read * K / 128) + 4 * instructions(case, tile, WGMMA)
+        assert clocks["instruction latency"] == serial
+    latents, few = Tile.by_wgmma(MLA), Tile.by_wgmma(replace(rows_64, seqlen_q=8))
+    assert (latents.rows, latents.blocks, few.rows, few.blocks) == (32, 1, 32, 2)
 
 
 def test_what_bounds_it() -> None:

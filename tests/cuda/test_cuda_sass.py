@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 import emulator_build
-from benchmarks.cuda.predict import NOW
+from benchmarks.cuda.predict import NOW, WGMMA
 from compilation import ROOT
 from sass import Code, cubins, disassemble, find_tool, parse, text_of
 from sass_paths import blocks_of, shortest_cycle
@@ -175,6 +175,9 @@ def test_wgmma(source, tmp_path):
         assert kernel.count("HGMMA") == products, rows
         assert kernel.count(rf"HGMMA\.64x{rows}x16\.F32{element}$") == products, rows
         assert kernel.count("UTMALDG.4D") == 4 * copies, rows
+        needed = {"HGMMA": products, "MUFU.EX2": rows // 2}
+        found = shortest_cycle(blocks_of(kernel.lines), "HGMMA", needed)
+        warn_beyond(1.03 * WGMMA.wgmma[head_dim, rows], found, kernel.name)
 
 
 @pytest.fixture(scope="module")
