@@ -368,6 +368,14 @@ def test_a_model_that_only_vllms_parser_finds(
         program.prepare(Namespace(**OPTIONS | {"model_tag": model}))
 
 
+def test_a_model_of_a_file_alone() -> None:
+    for words, model in ((["--config", "f.yaml"], "m"), (["--config=f.yaml"], "m"), ([], None)):
+        asked = Namespace(model_tag=None, model="m")
+        program.take_model_of_file(asked, words)
+        assert asked.model_tag == model
+    program.check_early(["--config", "f.yaml", "--port", "0"])
+
+
 def test_what_is_left_to_vllm() -> None:
     """vLLM's own options, and options that its --config file may have."""
     program.check_early(

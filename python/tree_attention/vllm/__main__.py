@@ -86,6 +86,7 @@ def main(arguments: list[str]) -> int:
     command = ServeSubcommand()
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
     asked = parser.parse_args(arguments)
+    take_model_of_file(asked, arguments)
     command.validate(asked)
     try:
         watch = prepare(asked)
@@ -149,6 +150,12 @@ def check_early(arguments: list[str]) -> None:
         check_model(arguments[0] if arguments else None)
     if asked.config is None:  # whose file has any of them
         check_hosts(asked)
+
+
+def take_model_of_file(asked: Namespace, arguments: list[str]) -> None:
+    """MODEL may stand in vLLM's --config file alone, which its parser reads as an option."""
+    if asked.model_tag is None and any(x.partition("=")[0] == "--config" for x in arguments):
+        asked.model_tag = asked.model
 
 
 def check_model(model: str | None) -> None:

@@ -15,7 +15,8 @@ from .hosts import Meeting, while_answered
 
 BEAT_SECONDS = 0.25
 # A host that was silent for so long is the one that is lost, where an engine has ended by itself.
-MISSED_SECONDS = 1.5
+# The thread of a host that is there may wait for seconds while an engine uses all processors.
+MISSED_SECONDS = 4.0
 LOST_STATUS = 70
 _END, _TOLD = "end", "told to"  # in the store: why the hosts end
 
