@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from ._environment import VariableError
 from ._loader import ExtensionError, __version__, has_extension
+from ._memory import is_out_of_memory
 
 try:
     from .cli.rank import INTERRUPTED_STATUS, is_launched
@@ -29,10 +30,6 @@ COMMANDS = {
     "calibrate": "time the exchanges between ranks, for strategy='auto'",
     "plan": "estimate memory and times of a model on several ranks",
 }
-
-
-# torch's words where the CPU has no memory for a tensor, in a plain RuntimeError.
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
 def main(arguments: list[str]) -> int:
@@ -58,10 +55,10 @@ def main(arguments: list[str]) -> int:
     except (UsageError, VariableError) as error:
         return end_with(parsed.command, error, 2)
     except RuntimeError as error:
-        if is_of_memory(error):
-            _, words, size = str(error).partition(NO_MEMORY)
-            return end_with(parsed.command, words + size or error, 1)
         if not is_of_ranks(error):
+            if is_out_of_memory(error):
+                _, words, size = str(error).partition("DefaultCPUAllocator: ")
+                return end_with(parsed.command, words + size or error, 1)
             raise
         if INTERRUPTED in str(error):
             return interrupted(parsed.command)
@@ -87,13 +84,6 @@ def is_of_ranks(error: RuntimeError) -> bool:
     """True for an ExchangeError: a command that imports no torch has none."""
     exchange = sys.modules.get("tree_attention.exchange")
     return exchange is not None and isinstance(error, exchange.ExchangeError)
-
-
-def is_of_memory(error: RuntimeError) -> bool:
-    """True for the error of a cache, of weights, or of torch, for which there is no memory."""
-    torch = sys.modules.get("torch")
-    is_raised_here = torch is not None and isinstance(error, torch.OutOfMemoryError)
-    return is_raised_here or NO_MEMORY in str(error)
 
 
 def interrupted(command: str) -> int:

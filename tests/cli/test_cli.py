@@ -22,6 +22,7 @@ from tree_attention.__main__ import COMMANDS, main
 from tree_attention.cli import generate, generation
 from tree_attention.cli.usage import check_can_be_written
 from tree_attention.cli.world import World, joined_world
+from tree_attention.exchange import ExchangeError
 
 PROMPT = "Keys and values never move."
 
@@ -413,6 +414,19 @@ def test_a_tensor_without_memory_ends_a_command_in_a_sentence(
         r"generate: DefaultCPUAllocator: can't allocate memory: you tried to allocate \d+ bytes.*"
     )
     assert re.fullmatch(words + "\n", capsys.readouterr().err)
+
+
+def test_another_rank_without_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "rank 0 of 2: end of generate on rank 1: DefaultCPUAllocator: can't allocate memory"
+
+    def fail(arguments: list[str]) -> int:
+        raise ExchangeError(said)
+
+    monkeypatch.setattr(generate, "main", fail)
+    assert main(["generate"]) == 1
+    assert capsys.readouterr().err == f"generate: {said}\n"
 
 
 @pytest.mark.parametrize(

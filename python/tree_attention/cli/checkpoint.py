@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .._json import read_json_object
+from .._memory import is_out_of_memory
 from ..exchange import ExchangeError, sentence
 from .usage import UsageError, check_checkpoint
 
@@ -128,10 +129,8 @@ def damages_named(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # damaged files are errors of every kind, of three libraries
-        from torch import OutOfMemoryError
-
         from ..weights.plan import CannotSplitError  # needs transformers, which is there now
 
-        if isinstance(error, ExchangeError | CannotSplitError | OutOfMemoryError):
+        if isinstance(error, ExchangeError | CannotSplitError) or is_out_of_memory(error):
             raise
         raise UsageError(f"the checkpoint in {path} does not load: {sentence(error)}") from error

@@ -187,8 +187,8 @@ def _configuration_named(source: Source) -> Iterator[None]:
     that names the checkpoint."""
     try:
         yield
-    except (ImportError, OSError, ValueError):  # sentences of transformers
-        raise
+    except (ImportError, MemoryError, OSError, ValueError):  # sentences of transformers, or no
+        raise  # fault of the file
     except Exception as error:
         raise ValueError(
             f"from_pretrained: transformers {transformers.__version__} makes no model of the "

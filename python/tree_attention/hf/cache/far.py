@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..._memory import is_out_of_memory
 from .growing import TreeCacheLayer
-from .memory import Need, is_out_of_memory
+from .memory import Need
 from .operands import check_taken
 from .shard import Shard
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..._memory import in_words
+from ..._memory import in_words, is_out_of_memory
 from ..._numbers import integer, shown
 from ...ops import append_kv
-from .memory import Need, is_out_of_memory, row_bytes, too_few
+from .memory import Need, row_bytes, too_few
 from .operands import check_taken
 from .prefix import Prefix
 from .shard import Shard

@@ -70,13 +70,6 @@ class Need(NamedTuple):
         )
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """True for what torch's allocators raise. Allocators of the host's memory have no class for it:
-    of the two texts, the second is page-locked memory's."""
-    says = "can't allocate memory", "CUDA error: out of memory"
-    return isinstance(error, torch.OutOfMemoryError) or any(x in str(error) for x in says)
-
-
 def row_bytes(x: Tensor) -> int:
     """The bytes that one token of a sequence takes in a layer's buffer."""
     return x.itemsize * x.shape[1] * math.prod(x.shape[3:])
