@@ -52,7 +52,7 @@ AMPLE_SECONDS = 600.0
 # Ranks compile at their own pace, which the timeout of a call has to allow for.
 COMPILING = 600.0
 # How many times longer it takes to start an interpreter, and to end one, than a forked process.
-_PATIENCE_WITH_INTERPRETERS = 3.0
+_PATIENCE_WITH_INTERPRETERS = 2.0
 # Each takes seconds to start and 0.4 GB.
 _NUM_SERVERS = 2
 # Of process groups that cases leave behind, after which a world is replaced: each has three threads

@@ -72,7 +72,7 @@ def test_a_rank_that_is_lost(kind: str, dying: int, num_agents: int, tmp_path: P
         variables = {"PYTHONPATH": package, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         agents.append(subprocess.Popen(command, env=os.environ | variables))
     try:
-        assert [agent.wait(AMPLE_SECONDS) for agent in agents] == [0] * num_agents
+        assert [agent.wait(AMPLE_SECONDS / 2) for agent in agents] == [0] * num_agents
     finally:
         for agent in agents:
             agent.terminate()

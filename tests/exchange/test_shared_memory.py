@@ -27,7 +27,9 @@ from faults import (
     QUICK,
     SLACK,
     TIMEOUT,
+    Once,
     assert_refuses_further_use,
+    before_operation,
     call,
     end_or_stall,
     failure,
@@ -247,9 +249,9 @@ def test_a_wait_ends_with_control_c(rank: int, world_size: int) -> None:
         store.wait(["interrupted"], timedelta(seconds=2 * AMPLE))
         store.set("seen", "")
         return
-    with pytest.raises(KeyboardInterrupt):
-        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
-        begin = time.monotonic()
+    timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), before_operation(Once(0, timer.start)):
         call("all_gather", comm)
     assert time.monotonic() - begin < QUICK
     assert str(comm.failed).startswith("interrupted by KeyboardInterrupt")

@@ -77,12 +77,15 @@ def test_waits_end_at_the_deadline_and_when_closed() -> None:
 
 
 def test_long_waits_leave_the_cores_to_others() -> None:
-    _, (first, _) = connected()
     x = torch.zeros(1, dtype=torch.uint8)
-    begin = time.thread_time()
-    with pytest.raises(RuntimeError, match="timed out"):
-        first.round([(1, x.data_ptr(), 1)], []).run(1.0, True)
-    assert time.thread_time() - begin < 0.3  # of a second; a thread that polls needs all
+    used = []
+    for _ in range(3):
+        _, (first, _) = connected()
+        begin = time.thread_time()
+        with pytest.raises(RuntimeError, match="timed out"):
+            first.round([(1, x.data_ptr(), 1)], []).run(1.0, True)
+        used.append(time.thread_time() - begin)
+    assert min(used) < 0.1  # of a second; a thread that polls needs all that it gets
 
 
 def test_waits_of_milliseconds_leave_the_processor_time_to_a_quota() -> None:

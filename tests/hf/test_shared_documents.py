@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed import run_ranks
+from distributed import AMPLE_SECONDS, run_ranks
 from tiers import tiers
 
 pytest.importorskip("transformers")
@@ -178,7 +178,7 @@ def test_rows_go_on_for_a_second_turn(world_size: int) -> None:
     """With unequal shares of keys and of weights, some of which are empty."""
     names = ("llama", "gemma2", "deepseek", "BLOOM", "Qwen3-Next")
     wanted = {name: _turns(name) for name in names}
-    run_ranks(_turn_after_turn, world_size, wanted, timeout=600.0)
+    run_ranks(_turn_after_turn, world_size, wanted, timeout=AMPLE_SECONDS)
 
 
 def _storages(*caches: hf.TreeCache) -> dict[int, int]:

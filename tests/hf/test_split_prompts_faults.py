@@ -142,7 +142,7 @@ def test_a_rank_that_fails_alone(rank: int, world_size: int) -> None:
 
     @torch.no_grad()
     def read() -> None:
-        cache = hf.TreeCache(model.config, group, timeout=QUICK)
+        cache = hf.TreeCache(model.config, group, timeout=AMPLE)
         model(ids, **{CACHE_NAME: cache}, logits_to_keep=1)
 
     read()
