@@ -42,7 +42,8 @@ def figure(x: float) -> str:
 
 
 def ratio(x: float) -> str:
-    return f"{x:.2f}" if x < 10 else figure(x)
+    text = f"{x:.2f}"
+    return text if float(text) < 10 else figure(x)
 
 
 def best(
@@ -109,7 +110,7 @@ def operator(file: str, name: str, peers: Sequence[str], cases: Sequence[str]) -
 
 
 def peers_of_the_operator() -> list[Row]:
-    cases = [*list(CASES)[:1], "B=8 ragged 1076-28930", "B=1 32768 pages of 16"]
+    cases = ["B=1 32768", "B=8 ragged 1076-28930", "B=1 32768 pages of 16"]
     cases += ["B=1 33280 q=512", "B=1 2048 q=2048"]
     table = operator("decode_peers_avx512_bf16", "`lean_decode`", ["SGLang", "vLLM"], cases)
     latents = {"case": "bf16 128/1 d576/512 B=1 16384"}
@@ -190,7 +191,7 @@ def tokens_of_engines() -> list[Row]:
 def prompts_of_engines() -> list[Row]:
     rows = [(4096, "4k", x) for x in ("vllm", "openvino", "huggingface", "llama_cpp_flash")]
     rows += [(16384, "16k", x) for x in ("vllm", "openvino")]
-    table = [["a prompt, in tokens/s", *VERSUS]]
+    table = [["a prompt, in tokens/s: more is better", *VERSUS[:2], "times as fast as it"]]
     for context, tokens, name in rows:
         rates = [engine(context, x, "prefill tokens/s") for x in ("ours", name)]
         first, second = best(rates, better=max)
@@ -260,23 +261,31 @@ def on_hosts(link: str, name: str, column: str = "between tokens ms") -> float:
 
 
 def two_hosts() -> list[Row]:
-    def row(link: str, name: str, label: str, theirs: str, ours: str = OURS_ON_TWO) -> Row:
-        place = {FAST: "0.1 ms, 10 Gb/s", SLOW: "1 ms, 1 Gb/s"}[link]
-        return slower(f"{place}: {name}", on_hosts(link, ours), label, on_hosts(link, theirs))
+    places = {FAST: "0.1 ms, 10 Gb/s", SLOW: "1 ms, 1 Gb/s"}
 
-    one, own, alone = "one request", "vLLM's own", "vLLM's own on one host"
-    streams = [
-        on_hosts(FAST, x, "between tokens of streams ms") for x in (OURS_ON_TWO, VLLM_ON_TWO)
-    ]
+    def row(link: str, name: str, label: str, theirs: str, ours: str = OURS_ON_TWO) -> Row:
+        return slower(
+            f"{places[link]}: {name}", on_hosts(link, ours), label, on_hosts(link, theirs)
+        )
+
+    one, own, alone = "one request", "vLLM's own", "vLLM's own on one host of one processor"
+
+    def several(link: str, name: str = "", ours: str = OURS_ON_TWO) -> Row:
+        times = [on_hosts(link, x, "between tokens of streams ms") for x in (ours, VLLM_ON_TWO)]
+        return slower(f"{places[link]}: several streams{name}", times[0], own, times[1])
+
     split, heads = f"{one}, the context split too (DCP 2)", f"{own}, heads split alone"
     return [
         ["time between tokens, two emulated hosts, in ms", *VERSUS],
         row(FAST, one, own, VLLM_ON_TWO),
-        slower("0.1 ms, 10 Gb/s: several streams", streams[0], own, streams[1]),
+        several(FAST),
         row(FAST, split, heads, VLLM_ON_TWO, SPLIT_ON_TWO),
         row(FAST, one, alone, VLLM_ON_ONE),
         row(SLOW, one, own, VLLM_ON_TWO),
         row(SLOW, one, alone, VLLM_ON_ONE),
+        row(SLOW, split, heads, VLLM_ON_TWO, SPLIT_ON_TWO),
+        row(SLOW, split, alone, VLLM_ON_ONE, SPLIT_ON_TWO),
+        several(SLOW, " and the context split too (DCP 2)", SPLIT_ON_TWO),
     ]
 
 
@@ -389,6 +398,7 @@ def shapes_of_models() -> list[Row]:
 
 
 def engines_with_small_weights() -> list[Row]:
+    """Both rounds; bold is what was best in both."""
     engines = {
         "16 bits": ("ours", "vllm", "openvino", "llama_cpp_flash"),
         "int8": ("ours_int8", "vllm_w8a8", "openvino_int8", "llama_cpp_q8_0"),
@@ -398,14 +408,18 @@ def engines_with_small_weights() -> list[Row]:
         "ms per token": ("decode ms", min),
         "a prompt in tokens/s": ("prefill tokens/s", max),
     }
+    measured = {row["engine"]: row for row in read_table("engines_weights").rows}
     table = [["weights, what was timed", "tree_attention", "vLLM", "OpenVINO", "llama.cpp"]]
     for what, (column, better) in columns.items():
         for bits, names in engines.items():
-            values = [
-                None if x is None else value("engines_weights", {"engine": x}, column)
-                for x in names
+            texts = ["" if x is None else measured[x][column] for x in names]
+            rounds = [[float(x) for x in re.findall(r"[\d.]+", text)] for text in texts]
+            best_of_each = [better(x) for x in zip(*filter(None, rounds), strict=True)]
+            marked = [
+                f"**{text}**" if x == best_of_each else text
+                for text, x in zip(texts, rounds, strict=True)
             ]
-            table.append([f"{bits}, {what}", *best(values, better=better)])
+            table.append([f"{bits}, {what}", *marked])
     return table
 
 
@@ -446,7 +460,7 @@ def rings() -> list[Row]:
         row("tree_2", "two processes on two cores, 64k keys", of_two[0], "ring", of_two[1]),
         row(
             *("cluster_metro", f"the exchange alone on {eight}", exchange[0]),
-            *("`tree_allreduce`", exchange[1]),
+            *("the paper's algorithm, `tree_allreduce`", exchange[1]),
         ),
         row(
             "generation",
@@ -569,7 +583,7 @@ def front_page() -> list[Row]:
             "one new token of vLLM's engine on two hosts, with our plug-in",
             hosts[0],
             ("vLLM's own attention and exchange on two hosts", hosts[1]),
-            ("on one host", hosts[2]),
+            ("on one host of one core", hosts[2]),
         ),
         row(
             "one attention step on 8 hosts, 64k tokens on each",
@@ -796,7 +810,7 @@ TABLES: dict[str, Callable[[], list[Row]]] = {
 def markdown(rows: list[Row]) -> str:
     """A table in which columns of numbers are aligned to the right."""
     header, *body = rows
-    a_number = re.compile(r"(\*\*)?\d\S*( \S+)?|not possible|")
+    a_number = re.compile(r"(\*\*)?\d\S*( (?!tokens$)\S+)?|not possible|")
     rules = [
         "---:" if all(a_number.fullmatch(cell) for cell in column) else "---"
         for column in zip(*body, strict=True)

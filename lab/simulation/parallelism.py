@@ -153,7 +153,13 @@ def draw_who_holds_what(path: Path) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m lab.simulation.parallelism")
-    parser.add_argument("--out", type=Path, default=DOCS, metavar="DIR", help="its parallelism.md")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=DOCS,
+        metavar="DIR",
+        help="the folder whose parallelism.md and picture are written (default: docs)",
+    )
     parsed = parser.parse_args(arguments)
     page = parsed.out / "parallelism.md"
     page.write_text(written(page.read_text()))

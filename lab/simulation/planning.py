@@ -11,6 +11,7 @@ from the link, which is what `calibrate` measured between the ranks.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from typing import Any
@@ -144,4 +145,8 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m lab.simulation.planning",
+        description="Writes the tables of docs/planning.md.",
+    ).parse_args()
     PAGE.write_text(written(PAGE.read_text()))

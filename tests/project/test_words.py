@@ -37,7 +37,9 @@ def prose(text: str) -> str:
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match[0])
 
-    text = re.sub(r"<!-- written by .*?<!-- end -->", blank, text, flags=re.DOTALL)
+    # The options of commands, each with its own test of words.
+    of_options = r"<!-- written by scripts/command_line\.py.*?<!-- end -->"
+    text = re.sub(of_options, blank, text, flags=re.DOTALL)
     text = re.sub(r"^```.*?^```", blank, text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`]*`|\]\([^)]*\)", blank, text)
 
