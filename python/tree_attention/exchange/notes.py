@@ -36,8 +36,6 @@ def sentence(error: BaseException) -> str:
     line, _, rest = str(error).strip().partition("\n")
     if line.endswith(":") and rest:  # the reason is on the next one
         line = f"{line} {rest.strip().partition(chr(10))[0]}"
-    if isinstance(error, KeyError) and line:  # whose message is the key alone
-        line = f"KeyError: {line}"
     line = line or type(error).__name__
     return _PLACE_IN_SOURCE.sub("", line).partition(" This is typically")[0]
 

@@ -192,7 +192,7 @@ def _configuration_named(source: Source) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"from_pretrained: transformers {transformers.__version__} makes no model of the "
-            f"config.json of {source}: {sentence(error)}"
+            f"config.json of {source}: {type(error).__name__}: {sentence(error)}"
         ) from error
 
 
