@@ -9,6 +9,7 @@ A page has a region for each table, and `TABLES` says what stands there: words, 
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import sys
@@ -831,11 +832,13 @@ def written(page: str) -> str:
     return page
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
+    description = "Writes the tables of README.md and docs/ from benchmarks/results."
+    argparse.ArgumentParser(prog=WRITER, description=description).parse_args(arguments)
     for page in PAGES:
         page.write_text(written(page.read_text()))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -256,7 +256,12 @@ def test_reports_of_a_call_fill_the_page(
         for path in call.iterdir():
             archive.add(path, path.name)
     page = tmp_path / "page.md"
-    begins = [predict.BEGIN, predict.BEGIN_RUN, *map(predict.begin_of, predict.SHOWN)]
+    begins = [
+        predict.BEGIN,
+        predict.BEGIN_RUN,
+        predict.BEGIN_WGMMA,
+        *map(predict.begin_of, predict.SHOWN),
+    ]
     page.write_text("".join(f"{begin}old\n{predict.END}" for begin in begins))
     monkeypatch.setattr(predict, "PAGE", page)
     monkeypatch.setattr(predict, "ROOT", tmp_path)
@@ -298,9 +303,13 @@ def test_the_headings_are_those_of_the_reports() -> None:
 def test_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
                  tmp_path: Path) -> None:  # fmt: skip
     page = tmp_path / "page.md"
-    marks = "before\n{}{}{}between\n{}{}{}after\n"
-    begin, of_the_run, end = predict.BEGIN, predict.BEGIN_RUN, predict.END
-    page.write_text(marks.format(begin, "old\n", end, of_the_run, "old\n", end))
+    begins = predict.BEGIN, predict.BEGIN_RUN, predict.BEGIN_WGMMA
+
+    def shown(*texts: str) -> str:
+        tables = (f"{x}{text}{predict.END}" for x, text in zip(begins, texts, strict=True))
+        return f"before\n{'between'.join(tables)}after\n"
+
+    page.write_text(shown("old\n", "old\n", "old\n"))
     monkeypatch.setattr(predict, "SHOWN", {})
     predict.main(["--results", str(tmp_path)])
     printed = capsys.readouterr().out
@@ -308,5 +317,5 @@ def test_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(predict, "PAGE", page)
     monkeypatch.setattr(predict, "ROOT", tmp_path)
     predict.main(["--results", str(tmp_path), "--write"])
-    run = predict.table_of_the_run()
-    assert page.read_text() == marks.format(begin, printed, end, of_the_run, run, end)
+    tables_of_the_page = printed, predict.table_of_the_run(), predict.table_of_wgmma()
+    assert page.read_text() == shown(*tables_of_the_page)

@@ -354,7 +354,7 @@ def test_generate_says_what_is_not_cut(checkpoint: Path, tmp_path: Path) -> None
 def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
     """The real thing: two processes stream the tokens of one, each with its share."""
     launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-    arguments = two_ranks(checkpoint, tmp_path)
+    arguments = [*two_ranks(checkpoint, tmp_path), "--timeout", str(AMPLE_SECONDS)]
     package = str(Path(tree_attention.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-m", *launcher, "-m", "tree_attention", *arguments],

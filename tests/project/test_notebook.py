@@ -26,7 +26,7 @@ def test_notebook_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "python"))
     again = nbformat.read(NOTEBOOK, as_version=4)
     place = {"metadata": {"path": str(NOTEBOOK.parent)}}
-    nbclient.NotebookClient(again, timeout=600, resources=place).execute()
+    nbclient.NotebookClient(again, timeout=600, startup_timeout=600, resources=place).execute()
     assert outputs(again) == outputs(shown)
     words = "".join(outputs(shown))
     assert "the process of rank 1 has ended" in words and "saved" in words
