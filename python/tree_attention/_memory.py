@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for what torch's allocators raise. Allocators of the host's memory have no class for it:
-    of the two texts, the second is page-locked memory's."""
+    """True for what Python's and torch's allocators raise. torch's allocators of the host's memory
+    have no class for it: of the two texts, the second is page-locked memory's."""
     torch = sys.modules.get("torch")
     says = "can't allocate memory", "CUDA error: out of memory"
-    is_named = torch is not None and isinstance(error, torch.OutOfMemoryError)
-    return is_named or any(x in str(error) for x in says)
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(x in str(error) for x in says)
 
 
 def free_bytes(device: "torch.device") -> int | None:

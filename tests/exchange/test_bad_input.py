@@ -140,10 +140,6 @@ def test_sentence_of_a_library(said: str, sentence_of_it: str) -> None:
     assert sentence(RuntimeError(said)) == sentence_of_it
 
 
-def test_sentence_of_a_missing_key() -> None:
-    assert sentence(KeyError("silu2")) == "KeyError: 'silu2'"
-
-
 def differ_in_kind(rank: int, world_size: int) -> str:
     comm = Communicator(timeout=AMPLE)
     q, k = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 4, 8)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from .._json import read_json_object
+from .._memory import is_out_of_memory
 from .._numbers import shown
 from ..exchange import Note, Signature, sentence
 from .checkpoint.files import Source, check_config_file, find_file, others
@@ -187,9 +188,11 @@ def _configuration_named(source: Source) -> Iterator[None]:
     that names the checkpoint."""
     try:
         yield
-    except (ImportError, MemoryError, OSError, ValueError):  # sentences of transformers, or no
-        raise  # fault of the file
+    except (ImportError, OSError, ValueError):  # sentences of transformers
+        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ValueError(
             f"from_pretrained: transformers {transformers.__version__} makes no model of the "
             f"config.json of {source}: {type(error).__name__}: {sentence(error)}"
