@@ -369,7 +369,7 @@ def test_a_model_that_only_vllms_parser_finds(
 
 
 def test_a_model_of_a_file_alone() -> None:
-    for words, model in ((["--config", "f.yaml"], "m"), (["--config=f.yaml"], "m"), ([], None)):
+    for words, model in ((["--config", "f.yaml"], "m"), (["--config=f.yaml"], None), ([], None)):
         asked = Namespace(model_tag=None, model="m")
         program.take_model_of_file(asked, words)
         assert asked.model_tag == model

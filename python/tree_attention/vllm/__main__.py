@@ -154,7 +154,7 @@ def check_early(arguments: list[str]) -> None:
 
 def take_model_of_file(asked: Namespace, arguments: list[str]) -> None:
     """MODEL may stand in vLLM's --config file alone, which its parser reads as an option."""
-    if asked.model_tag is None and any(x.partition("=")[0] == "--config" for x in arguments):
+    if asked.model_tag is None and "--config" in arguments:  # "--config=FILE" is not read
         asked.model_tag = asked.model
 
 
