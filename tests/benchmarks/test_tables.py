@@ -98,6 +98,7 @@ def test_numbers_of_a_table() -> None:
 def test_a_region_without_its_marks_is_refused() -> None:
     page = f"a\n{regions.mark('x')}b\n{regions.END}c\n"
     assert regions.written(page, "x", "d") == f"a\n{regions.mark('x')}\nd\n\n{regions.END}c\n"
-    for broken in (page.replace(regions.END, ""), page.replace("by x", "by y")):
+    other = page.replace("by x", "by y")
+    for broken in (page.replace(regions.END, ""), other, page.replace(regions.END, "") + other):
         with pytest.raises(ValueError, match="must have a line"):
             regions.written(broken, "x", "d")
