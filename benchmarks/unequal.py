@@ -37,6 +37,8 @@ from tree_attention import BlockCyclic, hf
 from tree_attention.exchange import get_communicator
 from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.auto_shares import measured_group, shape_in
+from tree_attention.planning.unequal import in_numbers
+from tree_attention.shares import ModelShares
 
 LAYERS, WARM_UP = 4, 2
 EACH_ALONE = "each alone"  # at the same time, with the whole model and cache
@@ -158,10 +160,11 @@ def run_rank(given: dict[str, Any]) -> None:
             kept = [r for r in range(size) if r not in left_out]
             group = dist.new_group(kept)
             planned = planned.without(left_out)
-            shares, result["taken"] = planned.best, f"auto: {planned.best or 'even'}"
+            shares, result["taken"] = planned.best.given(), f"auto: {in_numbers(planned.best)}"
             if left_out:
                 result["taken"] = f"auto: without {', '.join(map(str, left_out))}"
-        result["planned"] = planned.token_seconds(None if shares is None else tuple(shares))
+        taken = ModelShares.of("unequal", shares, len(planned.machines))
+        result["planned"] = planned.token_seconds(taken)
     if group is None or dist.get_rank(group) >= 0:
         hf.parallelize(model, group=group, shares=shares)
         mesh = hf.mesh(model)

@@ -77,6 +77,15 @@ class ModelShares(NamedTuple):
     cache: Shares = None
     prompt: Shares = None
 
+    def given(self, tensor_parallel_size: int = 1) -> dict[str, list[int]] | None:
+        """The argument `shares` that stands for these; None: equal ones."""
+        lists = {
+            "weights": self.weights,
+            "cache": _repeated(self.cache, tensor_parallel_size),
+            "prompt": _repeated(self.prompt, tensor_parallel_size),
+        }
+        return {name: list(x) for name, x in lists.items() if x is not None} or None
+
     @staticmethod
     def of(op: str, value: object, world_size: int, tensor_parallel_size: int = 1) -> "ModelShares":
         """The argument `shares` of `op`: a list for all three, or a mapping of lists by name;
@@ -112,3 +121,10 @@ class ModelShares(NamedTuple):
                     shares = as_shares(op, whole, own, len(own))
             found[name] = shares
         return ModelShares(**found)
+
+
+EQUAL = ModelShares()
+
+
+def _repeated(shares: Shares, times: int) -> Shares:
+    return None if shares is None else tuple(x for x in shares for _ in range(times))

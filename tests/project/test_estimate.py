@@ -88,5 +88,5 @@ def test_page_computes_what_the_planner_does(tmp_path: Path) -> None:
 def test_a_wrong_number_is_found() -> None:
     ours, of_plan = planned(points()[0]), planned(points()[0])
     assert same(ours, of_plan)
-    ours["rows"][2]["prefill"]["local"] *= 1 + 1e-9
+    ours["rows"][2]["prefill"]["attention"] *= 1 + 1e-9
     assert not same(ours, of_plan)

@@ -47,6 +47,7 @@ from tree_attention.planning.arithmetic import (
 from tree_attention.planning.machines import LINKS, MACHINES, Hosts, Link, Machine
 from tree_attention.planning.models import NAMED
 from tree_attention.planning.unequal import Group
+from tree_attention.shares import EQUAL
 
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.])")
 MARK = re.compile(r"<!--\s+value:\s+(\S+)\s+-->")
@@ -465,7 +466,7 @@ VALUES: dict[str, Callable[[], float]] = {
     "plan.token_split": lambda: 1e3 * planned(PROMPTS)[0],
     "plan.token_heads": lambda: 1e3 * planned(SPLIT_BY_HEADS)[0],
     "planned_shares.alone": lambda: 1e3 * planned_group().without([1]).seconds,
-    "planned_shares.even": lambda: 1e3 * planned_group().token_seconds(None),
+    "planned_shares.even": lambda: 1e3 * planned_group().token_seconds(EQUAL),
     "planned_shares.shares": lambda: 1e3 * planned_group().seconds,
     "qwen3.token_gb": qwen3_token,
     "qwen3.head_gb": qwen3_head,
@@ -477,12 +478,12 @@ VALUES: dict[str, Callable[[], float]] = {
         f"far.{name}": lambda i=i: with_far_keys()[i]
         for i, name in enumerate(("token", "offloaded", "prefill", "copies"))
     },
-    "example.shares": example(r"cache and weights, T = 1 \*  +4, 1"),
+    "example.shares": example(r"cache and weights, T = 1 \*  +3, 1; cache 15, 1"),
     "example.alone": example("The fastest alone, rank 0 .new., takes"),
-    "example.even": example(r"cache and weights, T = 1 \*  +4, 1", 2),
+    "example.even": example(r"cache and weights, T = 1 \*  +3, 1; cache 15, 1", 2),
     "example.even_heads": example("cache and weights, largest T +even "),
-    "example.weights_old": example("1 .old.  1 of 5 "),
-    "example.cache_old": example("1 .old.  1 of 5 ", 1),
+    "example.weights_old": example("1 .old.   "),
+    "example.cache_old": example("1 .old.   ", 1),
     "example.cache_all": lambda: cache_gb(1, 32 << 10),
     "two.ms": lambda: on_two(LINKS["10gbe"])[0],
     "two.emulated": lambda: scaling(TOKEN, "lan/2", BY_HEADS),

@@ -12,7 +12,9 @@ from rich.text import Text
 from .._numbers import in_digits
 from ..planning.arithmetic import FORMS
 from ..planning.machines import SUSTAINED, Machine
+from ..planning.unequal import in_numbers
 from ..planning.unequal_plan import UnequalPlan
+from ..shares import EQUAL
 from .usage import plain_console, printable
 
 OF_FORMS = (
@@ -20,7 +22,7 @@ OF_FORMS = (
     *("with equal shares", "prefill s", "in exchange"),
 )
 OF_RANKS = (
-    *("rank", "share", "weights GB", "cache GB", "of GB", "busy: ms per token", "s per prompt"),
+    *("rank", "weights GB", "cache GB", "of GB", "busy: ms per token", "s per prompt"),
     "ms per token without it",
 )
 
@@ -65,9 +67,9 @@ def of_form(plan: UnequalPlan, form: str) -> list[str]:
         plan.token(form),
         plan.prompt(form),
     )
-    even = f"{in_digits(1e3 * group.token_seconds(None))} ms" if group.fits(None) else "no room"
+    even = f"{in_digits(1e3 * group.token_seconds(EQUAL))} ms" if group.fits(EQUAL) else "no room"
     return [
-        "even" if shares is None else ", ".join(map(str, shares)),
+        in_numbers(shares),
         in_digits(1e3 * token.total),
         f"{token.exchange / token.total:.0%}",
         even,
@@ -79,16 +81,14 @@ def of_form(plan: UnequalPlan, form: str) -> list[str]:
 def of_rank(plan: UnequalPlan, form: str, rank: int) -> list[str]:
     """The row of a rank."""
     group, shares, machine = plan.groups[form], plan.shares(form), plan.machines[rank]
-    split, counts = group.split(shares, rank), shares or (1,) * len(plan.machines)
-    without = "-"
-    if len(counts) > group.tensor_parallel_size:
+    split, without = group.split(shares, rank), "-"
+    if len(plan.machines) > group.tensor_parallel_size:
         seconds = group.seconds_without[rank]
         without = "no room" if seconds == math.inf else in_digits(1e3 * seconds)
     return [
         f"{rank} ({machine.name})",
-        f"{counts[rank]} of {sum(counts)}",
         *(in_digits(x / 1e9) for x in (split.weights_bytes, split.cache_bytes, machine.memory)),
-        in_digits(1e3 * group.local_seconds(shares, rank)),
+        in_digits(1e3 * group.rank_token(shares, rank).local),
         in_digits(plan.each_prompt(form)[rank].local),
         without,
     ]
@@ -97,7 +97,8 @@ def of_rank(plan: UnequalPlan, form: str, rank: int) -> list[str]:
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(box=None, header_style="")
     for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left", no_wrap=not i)
+        is_whole = i == 0 or heading == "shares"
+        table.add_column(heading, justify="right" if i else "left", no_wrap=is_whole)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     return table

@@ -78,7 +78,7 @@ def _measured(
     import torch.distributed as dist
 
     from ..exchange import get_communicator
-    from ..hf.auto_shares import measured_group, of_group, said, shape_in
+    from ..hf.auto_shares import measured_group, said, shape_in
     from ..planning.models import Model
     from ..weights.checkpoint.files import Source
     from ..weights.load import read_config
@@ -106,7 +106,7 @@ def _measured(
     kept = [rank for rank in range(world.size) if rank not in left_out]
     others = group.without(left_out)
     try:
-        shares = of_group(others)
+        shares = others.best
     except ValueError as error:
         raise UsageError(f"--shares auto: {error}") from None
     made: Any = dist.new_group(kept) if left_out else None
@@ -120,9 +120,9 @@ def _measured(
     if world.rank == kept[0]:
         if left_out:
             report("generate", f"left out: {group.advice}")
-        report("generate", said(others, others.best, kept))
+        report("generate", said(others, shares, kept))
     try:
-        yield Part(_world_of(world, kept), made, shares)
+        yield Part(_world_of(world, kept), made, shares.given(others.tensor_parallel_size))
     finally:
         store.set(f"{_ENDED}/{world.rank}", "")
 

@@ -15,7 +15,7 @@ from ..planning.arithmetic import PROMPTS, SPLIT, Work
 from ..planning.measuring import as_machine, measure_all
 from ..planning.models import Model
 from ..planning.unequal import Group, gigabytes, in_words, milliseconds
-from ..shares import GivenShares, ModelShares, Shares
+from ..shares import EQUAL, ModelShares
 from .options import CacheOptions
 from .shape import shape_of
 
@@ -82,30 +82,18 @@ def choose(op: str, comm: Communicator, group: Group) -> ModelShares:
         ValueError: the model fits under no shares.
     """
     try:
-        given = of_group(group)
+        shares = group.best
     except ValueError as error:
         raise ValueError(f"{op}: shares='auto': {error}") from None
     log = logging.getLogger("tree_attention")
     if comm.rank == 0:
-        log.info(f"{op}: {said(group, group.best)}")
+        log.info(f"{op}: {said(group, shares)}")
         if warning := group.advice:
             log.warning(f"{op}: {warning}; {group.what_to_do}")
-    return ModelShares.of(op, given, len(group.machines), group.tensor_parallel_size)
+    return shares
 
 
-def of_group(group: Group) -> GivenShares:
-    """The shares of a group as `from_pretrained`, or `enable` for replicated weights, take them.
-
-    Raises:
-        ValueError: the model fits under no shares.
-    """
-    shares = group.best
-    if group.has_split_weights or len(group.machines) == 1:
-        return shares
-    return {"cache": shares, "prompt": group.by_arithmetic}
-
-
-def said(group: Group, shares: Shares, ranks: Sequence[int] | None = None) -> str:
+def said(group: Group, shares: ModelShares, ranks: Sequence[int] | None = None) -> str:
     """A sentence on what was measured and taken; `ranks` have other numbers than in the group."""
     numbers = range(len(group.machines)) if ranks is None else ranks
     named = [f"rank {r} ({x.name})" for r, x in zip(numbers, group.machines, strict=True)]
@@ -115,9 +103,8 @@ def said(group: Group, shares: Shares, ranks: Sequence[int] | None = None) -> st
     if len(named) == 1:
         return f"{named[0]} alone, which reads {rates[0]} GB/s: {takes}"
     hosts = ", ".join(map(" ".join, zip(named, rates, strict=True)))
-    even = (
-        "" if shares is None else f", and {milliseconds(group.token_seconds(None))} with equal ones"
-    )
+    even = f", and {milliseconds(group.token_seconds(EQUAL))} with equal ones"
+    even *= group.token_seconds(shares) != group.token_seconds(EQUAL)
     return f"hosts read, in GB/s: {hosts}; {in_words(shares)}: {takes} with them{even}"
 
 

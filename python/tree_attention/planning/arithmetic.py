@@ -11,6 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from .._numbers import in_digits, integer
+from ..shares import EQUAL, ModelShares, Shares
 from .machines import BUS_SECONDS, HOST, SUSTAINED, Hosts, Machine
 from .models import BF16, Attention, Model
 
@@ -22,6 +23,9 @@ FORMS = (WHOLE, PROMPTS, SPLIT, SPLIT_BY_HEADS)
 TENSOR, DATA = "tensor parallel", "data parallel"
 ALL_FORMS = (*FORMS, TENSOR, DATA)
 MAX_CONTEXT, MAX_RANKS = 1 << 26, 1 << 14
+# The part of a layer's small operations that comes before the merge of states: of the layer that
+# `measuring` times, about 27 of 42 operations.
+_SMALL_BEFORE_MERGE = 2 / 3
 _CONTEXTS = range(MAX_CONTEXT + 1)
 
 
@@ -40,10 +44,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of a token or of a prompt, by where it goes."""
+    """Time of a token or of a prompt, by where it goes.
 
-    local: float  # reading memory or arithmetic, whichever takes longer, and layers' own times
+    Attention and products are reading memory or arithmetic, whichever takes longer, and layers' own
+    times. Where matrices are split, ranks wait for each other between the two.
+    """
+
+    attention: float  # and what comes before it in a layer; all, if no other rank waits for it
+    products: float  # with split matrices
     exchange: float
+
+    @property
+    def local(self) -> float:
+        return self.attention + self.products
 
     @property
     def total(self) -> float:
@@ -86,15 +99,14 @@ def sum_bytes(num_bytes: float, p: int) -> float:
 class Split:
     """A model in one form over `p` ranks, and their work.
 
-    With `shares`, an integer for each rank, sizes and times are of the rank `rank`, which gets its
-    share of all that is split. Without, they are equal on all ranks.
+    With `shares`, sizes and times are of the rank `rank`. Without, they are equal on all ranks.
     """
 
     model: Model
     form: str
     p: int
     work: Work
-    shares: tuple[int, ...] | None = None
+    shares: ModelShares = EQUAL
     rank: int = 0
     size: int | None = None  # tensor_parallel_size, if the form does not say it
 
@@ -102,27 +114,35 @@ class Split:
     def has_split_weights(self) -> bool:
         return self.form in (SPLIT, SPLIT_BY_HEADS, TENSOR)
 
-    def _parts_of(self, count: int) -> float:
+    def _parts_of(self, count: int, shares: Shares, index: int) -> float:
         """As how many parts of this rank's size `count` ranks split something: infinitely many
         where it has none."""
-        if self.shares is None or self.form == TENSOR:
+        if shares is None or self.form == TENSOR:
             return count
-        own = self.shares[self.rank]  # ranks of a tensor group have equal shares
-        return sum(self.shares) * count / (self.p * own) if own else math.inf
-
-    @property
-    def _parts_of_largest(self) -> float:
-        return self.p if self.shares is None else sum(self.shares) / max(self.shares)
+        return sum(shares) / shares[index] if shares[index] else math.inf
 
     @property
     def _parts(self) -> float:
         """Number of ranks that split the weights: 1 if every rank has all of them."""
-        return self._parts_of(self.p) if self.has_split_weights else 1
+        if not self.has_split_weights:
+            return 1
+        return self._parts_of(self.p, self.shares.weights, self.rank)
 
     @property
     def _parts_of_cache(self) -> float:
         """Number of ranks that split the slots of the cache."""
-        return self._parts_of(self.p // self.tensor_parallel_size)
+        size = self.tensor_parallel_size
+        return self._parts_of(self.p // size, self.shares.cache, self.rank // size)
+
+    @property
+    def _parts_of_prompt(self) -> tuple[float, float]:
+        """Number of ranks that split the tokens of a prompt, by this rank's size and by the size of
+        the largest part."""
+        if self.form != PROMPTS:
+            return 1, 1
+        shares = self.shares.prompt
+        largest = self.p if shares is None else sum(shares) / max(shares)
+        return self._parts_of(self.p, shares, self.rank), largest
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -147,26 +167,26 @@ class Split:
         return ""
 
     @property
-    def _layer_weights(self) -> tuple[float, float]:
-        """Numbers of a rank's weights in layers, without experts: split matrices, and others."""
+    def _projections(self) -> float:
+        """Number of a rank's weights that make q, k and v."""
         weights, size = self.model.weights, self.tensor_parallel_size
-        # A context group has copies of q, k and v; other engines split what stays whole here.
-        q, whole = (self.p, self.p) if self.form == TENSOR else (size, 1)
-        matrices = weights.q / q + weights.kv / size + weights.split / self._parts
-        return matrices, weights.whole / whole + weights.vectors
+        # A context group has copies of these; other engines split q over all ranks.
+        return weights.q / (self.p if self.form == TENSOR else size) + weights.kv / size
 
     @property
-    def _layer_bytes(self) -> float:
-        matrices, others = self._layer_weights
+    def _others(self) -> float:
+        """Number of a rank's other weights in layers that are not split, but by other engines."""
         weights = self.model.weights
-        return weights.matrix_itemsize * matrices + weights.itemsize * others
+        return weights.whole / (self.p if self.form == TENSOR else 1) + weights.vectors
 
     @property
     def weights_bytes(self) -> float:
         weights = self.model.weights
-        split = weights.itemsize * (weights.head + weights.embedding)
-        split += weights.expert_itemsize * weights.experts
-        return self._layer_bytes + split / self._parts + weights.itemsize * weights.tables
+        split = weights.matrix_itemsize * weights.split + weights.expert_itemsize * weights.experts
+        split += weights.itemsize * (weights.head + weights.embedding)
+        copied = weights.matrix_itemsize * self._projections
+        copied += weights.itemsize * (self._others + weights.tables)
+        return copied + split / self._parts
 
     @property
     def _sums(self) -> int:
@@ -267,28 +287,37 @@ class Split:
     def token_seconds(self, hosts: Hosts) -> Seconds:
         """Time of one new token of every sequence, after `work.context` tokens."""
         model, weights, sequences = self.model, self.model.weights, self.work.sequences
-        head, experts = weights.head / self._parts, weights.experts / self._parts
         machine, context = hosts.machine, self.work.context
-        read = self._layer_bytes + weights.itemsize * head
-        read += weights.expert_itemsize * experts * weights.share_of_experts(sequences)
+        weights_bandwidth = machine.weights_bandwidth or machine.memory_bandwidth
         keys = sequences * sum(self._kept_bytes(x, x.attended(context)) for x in model.attention)
-        active = sum(self._layer_weights) + head + experts * weights.chosen / weights.num_experts
-        attention = -machine.operations_with_a_byte * keys
+        of_keys = -machine.operations_with_a_byte * keys
         for x in model.attention:
-            attention += self._products(x, x.attended(context) - self._far_tokens(x, context))
-            attention += sequences * x.layers * x.scored(context) * self._copied_share
-        operations = 2 * sequences * active + max(0.0, attention)
+            of_keys += self._products(x, x.attended(context) - self._far_tokens(x, context))
+            of_keys += sequences * x.layers * x.scored(context) * self._copied_share
+        copied = weights.matrix_itemsize * self._projections + weights.itemsize * self._others
+        # States are written as well.
+        attention = (
+            (keys + 2 * self._states_bytes) / machine.memory_bandwidth + copied / weights_bandwidth,
+            2 * sequences * (self._projections + self._others) + max(0.0, of_keys),
+        )
+        head, experts = weights.head / self._parts, weights.experts / self._parts
+        split = weights.split / self._parts
+        read = weights.matrix_itemsize * split + weights.itemsize * head
+        read += weights.expert_itemsize * experts * weights.share_of_experts(sequences)
+        active = split + head + experts * weights.chosen / weights.num_experts
+        products = read / weights_bandwidth, 2 * sequences * active
         merges = self.form != TENSOR and self.tensor_parallel_size < self.p
         rounds = merges * self._exchanges
         phases = sum_phases(sequences * model.hidden * BF16)
         rounds += self.has_split_weights * (phases * (self._sums + 1) + 1)
-        # States are written as well.
-        local = (keys + 2 * self._states_bytes) / machine.memory_bandwidth
-        local += read / (machine.weights_bandwidth or machine.memory_bandwidth)
-        seconds = self._seconds(hosts, local, operations, rounds, self.token_bytes)
-        step = self.far_step(machine)
-        more = model.layers * machine.layer_seconds + step.waiting + step.merge
-        return replace(seconds, local=seconds.local + more)
+        seconds = self._seconds(hosts, attention, products, rounds, self.token_bytes)
+        step, small = self.far_step(machine), model.layers * machine.layer_seconds
+        before = _SMALL_BEFORE_MERGE * small if self.has_split_weights else small
+        return replace(
+            seconds,
+            attention=seconds.attention + before + step.waiting + step.merge,
+            products=seconds.products + small - before,
+        )
 
     def _products(self, layers: Attention, keys: int) -> float:
         """Operations of a rank for so many keys of all ranks, in a new token of every sequence."""
@@ -337,13 +366,13 @@ class Split:
         """Time of all sequences' prompts, of `work.context` tokens each, in chunks."""
         model, context, weights = self.model, self.work.context, self.model.weights
         # Each rank takes its part of a chunk. The largest part has the size of a chunk of one rank.
-        is_dealt = self.form == PROMPTS
-        parts, most = (self._parts_of(self.p), self._parts_of_largest) if is_dealt else (1, 1)
+        parts, most = self._parts_of_prompt
         size = int(most * self.work.chunk)
         chunks = [(begin, min(size, context - begin)) for begin in range(0, context, size)]
-        experts = weights.experts / self._parts * weights.chosen / weights.num_experts
-        operations = 2 * (sum(self._layer_weights) + experts) * context / parts
+        experts = weights.experts * weights.chosen / weights.num_experts
+        products = 2 * (weights.split + experts) / self._parts * context / parts
         sent = self._sums * sum(sum_bytes(n * model.hidden * BF16, self.p) for _, n in chunks)
+        operations = 2 * (self._projections + self._others) * context / parts
         for x in model.attention:
             # Chosen keys differ by query, so that latents stay as they are.
             columns = sum(x.step) if x.chooses(context) else x.key + x.value
@@ -355,24 +384,37 @@ class Split:
             # A token sees half of the context on average.
             operations += x.layers * context / 2 * x.scored(context) * self._copied_share
             sent += x.layers * sum(self._chunk_bytes(x, *chunk) for chunk in chunks)
-        if not is_dealt:
+        if self.form != PROMPTS:
             sent += context * self._choice_bytes
         # At most: a sum has two phases.
         merges = 1 if self.has_split_weights else 2
-        rounds = merges * self._exchanges + 2 * self._sums
-        each = self._seconds(hosts, 0.0, operations, rounds * len(chunks), sent)
-        local = each.local
+        rounds = len(chunks) * (merges * self._exchanges + 2 * self._sums)
+        seconds = self._seconds(hosts, (0.0, operations), (0.0, products), rounds, sent)
+        attention = seconds.attention
         if model.near_tokens is not None:  # so many queries need far keys on the GPU
             read = sum(self._far_bytes(x, begin) for x in model.attention for begin, _ in chunks)
-            local += read / hosts.machine.bus
-        return Seconds(self.work.sequences * local, self.work.sequences * each.exchange)
+            attention += read / hosts.machine.bus
+        sequences = self.work.sequences
+        return Seconds(
+            sequences * attention, sequences * seconds.products, sequences * seconds.exchange
+        )
 
     def _seconds(
-        self, hosts: Hosts, reading: float, flop: float, rounds: int, sent: float
+        self,
+        hosts: Hosts,
+        attention: tuple[float, float],
+        products: tuple[float, float],
+        rounds: int,
+        sent: float,
     ) -> Seconds:
-        arithmetic = flop / (SUSTAINED * hosts.machine.arithmetic)
+        """Time of attention and of products, each given by the seconds of reading and the
+        operations."""
+        if self.p == 1 or not self.has_split_weights:  # nobody waits between the two
+            attention, products = (attention[0] + products[0], attention[1] + products[1]), (0, 0)
+        rate = SUSTAINED * hosts.machine.arithmetic
+        before, after = (max(reading, flop / rate) for reading, flop in (attention, products))
         exchange = rounds * hosts.link.round_seconds + sent / hosts.link.bandwidth
-        return Seconds(max(reading, arithmetic), exchange if self.p > 1 else 0.0)
+        return Seconds(before, after, exchange if self.p > 1 else 0.0)
 
 
 def _attending(machine: Machine, operations: float, num_bytes: float) -> float:

@@ -2,18 +2,23 @@
 """Shares for machines that differ, by the planner's arithmetic: how much each gets of a model and
 its cache, and which are better left out.
 
-A token takes as long as the slowest rank needs for its part, plus the exchanges. All results are
-functions of the numbers given, so that ranks with the same numbers have the same shares.
+Ranks with split weights wait for each other twice in a layer: when the states of their keys merge,
+and when the products of their parts of the matrices are added up. A token takes as long as the
+slowest rank needs for its keys, plus the slowest for its matrices, plus the exchanges. So the cache
+and the weights have shares of their own: every rank has whole copies of some matrices, which a slow
+one makes up for by fewer keys. All results are functions of the numbers given, so that ranks with
+the same numbers have the same shares.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 from .._numbers import in_digits
-from ..shares import MAX_SHARE, Shares, as_shares
-from .arithmetic import SPLIT, Seconds, Split, Work
+from ..shares import EQUAL, MAX_SHARE, ModelShares, Shares, as_shares
+from .arithmetic import PROMPTS, SPLIT, Seconds, Split, Work
 from .machines import Hosts, Link, Machine
 from .models import Model
 
@@ -26,6 +31,8 @@ _OF_MEMORY = 0.9  # the rest is for activations
 # A machine that is faster than this part of the fastest is as good as the fastest.
 _AS_FAST = 0.85
 _STEPS = 60  # of a bisection: to the last bits of a float
+_WEIGHTS, _CACHE = ("weights",), ("cache",)
+_BOTH = _WEIGHTS + _CACHE
 
 
 @dataclass(frozen=True)
@@ -39,53 +46,44 @@ class Group:
     work: Work
     tensor_parallel_size: int = 1
 
-    def split(self, shares: Shares, rank: int) -> Split:
+    def split(self, shares: ModelShares, rank: int) -> Split:
         """The part of the model that one rank holds, and what it sends."""
         size, p = self.tensor_parallel_size, len(self.machines)
         return Split(self.model, self.form, p, self.work, shares, rank, size)
 
     @property
     def has_split_weights(self) -> bool:
-        return self.split(None, 0).has_split_weights
+        return self.split(EQUAL, 0).has_split_weights
 
-    def local_seconds(self, shares: Shares, rank: int) -> float:
-        """Time of a rank in a token without exchanges."""
-        hosts = Hosts(self.machines[rank], self.link)
-        return self.split(shares, rank).token_seconds(hosts).local
+    def rank_token(self, shares: ModelShares, rank: int) -> Seconds:
+        """Time of a rank in a token."""
+        return self.split(shares, rank).token_seconds(Hosts(self.machines[rank], self.link))
 
-    def each_token(self, shares: Shares) -> list[Seconds]:
+    def each_token(self, shares: ModelShares) -> list[Seconds]:
         """Time of each rank in a token."""
-        return [
-            self.split(shares, rank).token_seconds(Hosts(machine, self.link))
-            for rank, machine in enumerate(self.machines)
-        ]
+        return [self.rank_token(shares, rank) for rank in range(len(self.machines))]
 
-    def each_prompt(self, shares: Shares) -> list[Seconds]:
+    def each_prompt(self, shares: ModelShares) -> list[Seconds]:
         """Time of each rank for the prompts."""
         return [
             self.split(shares, rank).prefill_seconds(Hosts(machine, self.link))
             for rank, machine in enumerate(self.machines)
         ]
 
-    def token_seconds(self, shares: Shares) -> float:
+    def token_seconds(self, shares: ModelShares) -> float:
         """Time of a token until the last rank is done."""
         return until_last(self.each_token(shares)).total
 
-    def can_take(self, shares: Shares) -> bool:
-        """True where the ranks of each tensor group have equal shares."""
-        counts = shares or (1,) * len(self.machines)
-        return counts == self._given(counts[:: self.tensor_parallel_size])
-
-    def fits(self, shares: Shares) -> bool:
+    def fits(self, shares: ModelShares) -> bool:
         return all(
             self.split(shares, rank).held_bytes <= _OF_MEMORY * machine.memory
             for rank, machine in enumerate(self.machines)
         )
 
     @cached_property
-    def best(self) -> Shares:
-        """The shares with the least time of a token under each machine's memory; None: equal ones,
-        also where these are nearly as fast.
+    def best(self) -> ModelShares:
+        """The shares with the least time of a token under each machine's memory; equal ones also
+        where these are nearly as fast.
 
         Raises:
             ValueError: some machine's memory is too small under all shares.
@@ -94,9 +92,9 @@ class Group:
         if found is None:
             raise ValueError(self._lack())
         limit = (1 + _LEAST_GAIN) * self.token_seconds(found)
-        if self.fits(None) and self.token_seconds(None) <= limit:
-            return None
-        return as_shares("plan", "shares", found, len(self.machines))
+        if self.fits(EQUAL) and self.token_seconds(EQUAL) <= limit:
+            found = EQUAL
+        return found._replace(prompt=self._by_arithmetic if self.form == PROMPTS else None)
 
     @property
     def seconds(self) -> float:
@@ -134,7 +132,7 @@ class Group:
         return [seconds for seconds in units for _ in range(self.tensor_parallel_size)]
 
     @property
-    def by_arithmetic(self) -> Shares:
+    def _by_arithmetic(self) -> Shares:
         """Shares of a prompt's tokens, which ranks with replicated weights split."""
         return by_speed([machine.arithmetic for machine in self.machines])
 
@@ -184,31 +182,45 @@ class Group:
         except ValueError:
             return math.inf
 
-    def _given(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """A share for each rank from one for each tensor group, whose ranks have equal shares."""
-        return tuple(count for count in counts for _ in range(self.tensor_parallel_size))
+    @property
+    def _split_things(self) -> tuple[str, ...]:
+        return _BOTH if self.has_split_weights else _CACHE
 
     @property
     def _units(self) -> int:
+        """The number of tensor groups, whose ranks have equal shares."""
         return len(self.machines) // self.tensor_parallel_size
 
     def _members(self, unit: int) -> range:
         return range(unit * self.tensor_parallel_size, (unit + 1) * self.tensor_parallel_size)
 
-    @cached_property
-    def _lines(self) -> list[tuple[float, float, float]]:
-        """For each tensor group: the seconds of a token if its share is 0, the seconds that are
-        added if it gets all that is split, and the part of this that fits into its memory."""
+    def _with(
+        self, shares: ModelShares, names: Sequence[str], counts: Sequence[int]
+    ) -> ModelShares:
+        """These shares, but those of `names` as tensor groups have the counts."""
+        found = as_shares("plan", "shares", counts, self._units)
+        own: dict[str, Shares] = dict.fromkeys(names, found)
+        if found is not None and "weights" in own:
+            own["weights"] = tuple(x for x in found for _ in range(self.tensor_parallel_size))
+        return shares._replace(**own)
+
+    def _lines(self, names: Sequence[str], shares: ModelShares) -> list[tuple[float, float, float]]:
+        """For each tensor group: the seconds of a token if it has nothing of what `names` are
+        shares of, the seconds that are added if it gets all, and the part of this that fits into
+        its memory. Of the cache alone these are seconds of attention, of weights alone of
+        products."""
         found = []
         for unit in range(self._units):
             own = [int(u == unit) for u in range(self._units)]
-            nothing = self._given([1 - x for x in own]) if self._units > 1 else None
-            whole = self._given(own)
+            whole = nothing = self._with(shares, names, own)
+            if self._units > 1:
+                nothing = self._with(shares, names, [1 - x for x in own])
             base, more, room = 0.0, 0.0, 1.0
             for rank in self._members(unit):
-                least = self.local_seconds(nothing, rank)
-                base = max(base, least)
-                more = max(more, self.local_seconds(whole, rank) - least)
+                least, most = (
+                    _seconds_of(names, self.rank_token(x, rank)) for x in (nothing, whole)
+                )
+                base, more = max(base, least), max(more, most - least)
                 held = self.split(nothing, rank).held_bytes
                 each = self.split(whole, rank).held_bytes - held
                 memory = _OF_MEMORY * self.machines[rank].memory
@@ -218,51 +230,54 @@ class Group:
 
     @property
     def _speeds(self) -> list[float]:
-        return [1 / (base + more) for base, more, _ in self._lines]
+        return [1 / (base + more) for base, more, _ in self._lines(self._split_things, EQUAL)]
 
-    def _parts_within(self, seconds: float) -> list[float]:
-        """The parts that tensor groups can do in a time."""
-        return [
-            max(0.0, min(room, (seconds - base) / more if more else 1.0))
-            for base, more, room in self._lines
-        ]
+    def _candidates(self) -> list[ModelShares]:
+        """Shares near the best ones that fit; none only if the model fits under no shares."""
+        found: list[ModelShares] = []
+        # As many as the first that fits needs: where anything fits, equal parts of all do.
+        for count, shares in enumerate(self._near(self._split_things, EQUAL), start=1):
+            if count > _FEW and found:
+                break
+            if self.fits(shares):
+                found.append(shares)
+        if self.has_split_weights and self._units > 1:
+            weights = islice(self._near(_WEIGHTS, EQUAL), _FEW)
+            if (fastest := min(weights, key=self.token_seconds, default=None)) is not None:
+                caches = islice(self._near(_CACHE, fastest), _FEW)
+                found += [shares for shares in caches if self.fits(shares)]
+        return found
 
-    def _candidates(self) -> Iterator[tuple[int, ...]]:
-        """Shares near the real numbers that give all ranks the same time, as far as they fit."""
-        if self._units == 1:
-            if self.fits(None):
-                yield self._given([1])
+    def _near(self, names: Sequence[str], shares: ModelShares) -> Iterator[ModelShares]:
+        """Shares of `names` near the real numbers that give all tensor groups the same time, as far
+        as they have room, with ever larger sums."""
+        lines = self._lines(names, shares)
+        if any(room < 0 for *_, room in lines):
             return
-        if any(room < 0 for *_, room in self._lines):
-            return
-        low, high = 0.0, max(base + more for base, more, _ in self._lines)
+        low, high = 0.0, max(base + more for base, more, _ in lines)
         for _ in range(_STEPS):
             middle = (low + high) / 2
-            is_enough = sum(self._parts_within(middle)) >= 1
+            is_enough = sum(_parts_within(middle, lines)) >= 1
             low, high = (low, middle) if is_enough else (middle, high)
-        parts = self._parts_within(high)
+        parts = _parts_within(high, lines)
         if (total := sum(parts)) < 1 - 1e-9:
             return
-        is_found = False
         for count in range(1, MAX_SHARE + 1):
-            if count > _FEW and is_found:
-                return
-            shares = self._given(_rounded([part / total for part in parts], count))
-            if self.fits(shares):
-                is_found = True
-                yield shares
+            yield self._with(shares, names, _rounded([part / total for part in parts], count))
 
     def _lack(self) -> str:
         """Which machine has too little memory."""
-        rooms = [room for *_, room in self._lines]
+        rooms, shares = [room for *_, room in self._lines(self._split_things, EQUAL)], EQUAL
         if min(rooms) < 0:
-            unit, shares = rooms.index(min(rooms)), None
+            unit = rooms.index(min(rooms))
             if self._units > 1:
-                shares = self._given([int(u != unit) for u in range(self._units)])
+                others = [int(u != unit) for u in range(self._units)]
+                shares = self._with(EQUAL, self._split_things, others)
             what = "whatever its share is"
         else:
             unit = rooms.index(max(rooms))
-            shares = self._given(_rounded([room / (sum(rooms) or 1) for room in rooms], _FEW))
+            counts = _rounded([room / (sum(rooms) or 1) for room in rooms], _FEW)
+            shares = self._with(EQUAL, self._split_things, counts)
             what = "with the shares that need least of all"
         rank = min(self._members(unit), key=lambda r: self.machines[r].memory)
         held, machine = self.split(shares, rank).held_bytes, self.machines[rank]
@@ -270,6 +285,20 @@ class Group:
             f"the model fits under no shares: rank {rank} ({machine.name}) needs {held:,.0f} bytes "
             f"{what}, and {_OF_MEMORY:.0%} of its memory are {_OF_MEMORY * machine.memory:,.0f}"
         )
+
+
+def _seconds_of(names: Sequence[str], seconds: Seconds) -> float:
+    """Where the shares of `names` alone make a difference: the rest is a constant."""
+    if tuple(names) == _BOTH:
+        return seconds.local
+    return seconds.attention if tuple(names) == _CACHE else seconds.products
+
+
+def _parts_within(seconds: float, lines: Sequence[tuple[float, float, float]]) -> list[float]:
+    """The parts that tensor groups can do in a time."""
+    return [
+        max(0.0, min(room, (seconds - base) / more if more else 1.0)) for base, more, room in lines
+    ]
 
 
 def _rounded(parts: Sequence[float], count: int) -> list[int]:
@@ -299,11 +328,23 @@ def by_speed(speeds: Sequence[float]) -> Shares:
 
 def until_last(each: Sequence[Seconds]) -> Seconds:
     """Time until the last rank is done: the others wait for it in their next exchange."""
-    return Seconds(max(x.local for x in each), max(x.exchange for x in each))
+    attention, products = max(x.attention for x in each), max(x.products for x in each)
+    return Seconds(attention, products, max(x.exchange for x in each))
 
 
-def in_words(shares: Shares) -> str:
-    return "equal shares" if shares is None else f"shares {', '.join(map(str, shares))}"
+def in_numbers(shares: ModelShares) -> str:
+    """Shares of the weights and of the cache as a text, once where they are the same."""
+    weights, cache = (
+        "even" if x is None else ", ".join(map(str, x)) for x in (shares.weights, shares.cache)
+    )
+    if weights == cache:
+        return cache
+    return f"cache {cache}" if shares.weights is None else f"{weights}; cache {cache}"
+
+
+def in_words(shares: ModelShares) -> str:
+    numbers = in_numbers(shares)
+    return "equal shares" if numbers == "even" else f"shares {numbers}"
 
 
 def gigabytes(value: float) -> str:

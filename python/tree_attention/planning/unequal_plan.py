@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Literal
 
 from .._numbers import in_digits
-from ..shares import Shares
-from .arithmetic import FORMS, PROMPTS, Seconds, Split, Work
+from ..shares import EQUAL, ModelShares, Shares
+from .arithmetic import FORMS, Seconds, Split, Work
 from .machines import Link, Machine
 from .models import Model
 from .unequal import Group, in_words, milliseconds, until_last
@@ -40,25 +40,28 @@ class UnequalPlan:
             for form, size in sizes.items()
         }
 
-    def shares(self, form: str) -> Shares:
-        """Lists the shares of each rank in a form.
+    def shares(self, form: str) -> ModelShares:
+        """The shares of the ranks in a form.
 
         Raises:
-            ValueError: the model fits under no shares.
+            ValueError: the model fits under no shares, or ranks of a tensor group are given unequal
+                ones.
         """
-        return self.groups[form].best if self.given == "auto" else self.given
+        group = self.groups[form]
+        if self.given == "auto":
+            return group.best
+        size = group.tensor_parallel_size
+        return ModelShares.of("plan", self.given, len(self.machines), size)
 
     def refusal(self, form: str) -> str:
         """Reason why the ranks cannot take this form, in few words, or nothing."""
         group = self.groups[form]
-        if obstacle := group.split(None, 0).obstacle:
+        if obstacle := group.split(EQUAL, 0).obstacle:
             return obstacle
         try:
             shares = self.shares(form)
         except ValueError:
-            return "no room"
-        if not group.can_take(shares):
-            return "uneven"
+            return "no room" if self.given == "auto" else "uneven"
         return "" if group.fits(shares) else "no room"
 
     def token(self, form: str) -> Seconds:
@@ -69,10 +72,7 @@ class UnequalPlan:
 
     def each_prompt(self, form: str) -> list[Seconds]:
         """Time of each rank for the prompts."""
-        group, shares = self.groups[form], self.shares(form)
-        if form == PROMPTS and self.given == "auto":
-            shares = group.by_arithmetic
-        return group.each_prompt(shares)
+        return self.groups[form].each_prompt(self.shares(form))
 
     @cached_property
     def best(self) -> str | None:
@@ -114,9 +114,10 @@ class UnequalPlan:
         exchange = text(until_last(each).exchange)
         most, least = text(busy[last]), text(busy[first])
         if busy[last] <= _EQUAL * busy[first]:
+            times = most if least == most else f"{least} to {most}"
             return (
-                f"No rank waits long for another in {what}: they are busy for {least} to {most}, "
-                f"and exchanges take {exchange}."
+                f"No rank waits long for another in {what}: they are busy for {times}, and "
+                f"exchanges take {exchange}."
             )
         return (
             f"R{self._named(last)[1:]} sets the pace of {what}: it is busy for {most}, "
@@ -154,7 +155,7 @@ class UnequalPlan:
         """Why no form has room."""
         for form in reversed(FORMS):
             group = self.groups[form]
-            if group.split(None, 0).obstacle:
+            if group.split(EQUAL, 0).obstacle:
                 continue
             try:
                 best = group.best
