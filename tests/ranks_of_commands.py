@@ -15,12 +15,13 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.distributed import TCPStore
 
 import tree_attention
@@ -48,14 +49,13 @@ class Ranks:
         self._num_read: list[int] = []  # characters of the standard output
 
     def start(
-        self, program: str, arguments: list[str], environment: dict[str, str], own: bool
+        self, rank: int, program: str, arguments: list[str], environment: dict[str, str], own: bool
     ) -> None:
         outputs = self._outputs(len(self._processes))
         for path in outputs:
             path.touch()
-        rank = int(environment["RANK"])
         self._processes.append(
-            start_process(rank, _run, program, arguments, environment, own, outputs)
+            start_process(rank, _run, program, arguments, environment, own, os.getcwd(), outputs)
         )
         self._num_read.append(0)
 
@@ -114,10 +114,12 @@ def started(
     own_interpreter: bool = False,
     rank_0_serves: bool = False,
     arguments_of_last: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[Ranks]:
     """Starts `python -m tree_attention ARGUMENTS` on every rank, or on those in `only`; `program`
-    is the text of another program. With `own_interpreter` ranks import everything themselves: torch
-    reads the level of its log once.
+    is the text of another program, and `variables` are further ones of the environment. With
+    `own_interpreter` ranks import everything themselves: torch reads the level of its log once. A
+    world of 0 is one process without torchrun.
 
     Whatever is left of them is killed at the end. The store is served by this process, as torchrun
     does, or by rank 0.
@@ -128,21 +130,25 @@ def started(
         del store  # which frees its port
     environment = os.environ | {
         "PYTHONPATH": str(Path(tree_attention.__file__).parents[1]),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "TORCHELASTIC_USE_AGENT_STORE": str(not rank_0_serves),
+        **(variables or {}),
     }
+    if world_size:
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "TORCHELASTIC_USE_AGENT_STORE": str(not rank_0_serves),
+        }
     with tempfile.TemporaryDirectory() as folder:
         ranks = Ranks(Path(folder), port)
         try:
-            for rank in range(world_size) if only is None else only:
+            for rank in range(world_size or 1) if only is None else only:
                 last = arguments_of_last if rank == world_size - 1 else ()
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size else {}
                 command = [*arguments, *last]
-                ranks.start(program, command, environment | own, own_interpreter)
+                ranks.start(rank, program, command, environment | own, own_interpreter)
             yield ranks
         finally:
             ranks.kill()
@@ -150,10 +156,13 @@ def started(
 
 def _run(
     program: str, arguments: list[str], environment: dict[str, str], own_interpreter: bool,
-    outputs: Sequence[Path],
+    cwd: str, outputs: Sequence[Path],
 ) -> None:  # fmt: skip
+    os.chdir(cwd)  # the server's is that of whichever test came first
     os.environ.clear()
     os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:  # which the server's OpenMP did not see
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     for number, (name, path) in enumerate(zip(("stdout", "stderr"), outputs, strict=True), 1):
         os.dup2(os.open(path, os.O_WRONLY), number)
         # As with PYTHONUNBUFFERED: a test reads along.

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from distributed import AMPLE_SECONDS, run_ranks
+from distributed import run_ranks
 
 pytest.importorskip("transformers")
 
 from hf_models import make_model
+from ranks_of_commands import started
 from tree_attention import hf
 
 GREEDY = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
@@ -93,21 +93,14 @@ dist.destroy_process_group()
 @pytest.mark.deep
 def test_groups_made_late_and_destroyed(tmp_path: Path) -> None:
     """Both ends of a group's life, of which nothing told: each rank by itself, or another error."""
-    tests = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", _LATE, str(rank), f"{tmp_path}/"],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        errors = process.communicate(timeout=AMPLE_SECONDS)[1]
-        assert process.returncode == 0, errors
+    with ExitStack() as processes:
+        ranks = [
+            processes.enter_context(started([str(rank), f"{tmp_path}/"], 0, program=_LATE))
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            ended = rank.wait_for_end(0)
+            assert ended.status == 0, ended.stderr
 
 
 def test_torchrun_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from test_readme import ROOT, TWO_RANKS, python_program, run
+from test_readme import ROOT, python_program, run
 
 PAGE = ROOT / "docs/documents.md"
 
@@ -33,12 +33,8 @@ def test_commands_of_the_page_give_the_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("launcher", [(), TWO_RANKS], ids=["alone", "two ranks"])
-def test_program_of_the_page_prints_what_it_shows(
-    launcher: tuple[str, ...], tmp_path: Path
-) -> None:
-    script = tmp_path / "documents.py"
+@pytest.mark.parametrize("world_size", [0, 2], ids=["alone", "two ranks"])
+def test_program_of_the_page_prints_what_it_shows(world_size: int, tmp_path: Path) -> None:
     program = python_program(PAGE)
-    script.write_text(program)
-    printed = run(script, *launcher, OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
+    printed = run(program, world_size, OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
     assert printed.splitlines() == re.findall(r"^ +print\(.*\)  # (.+)$", program, re.MULTILINE)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tree_attention
-from test_readme import TWO_RANKS, python_program, run
+from test_readme import python_program, run
 from tree_attention.reference.conformance import DECODE_CASES, MERGE_CASES
 
 ROOT = Path(__file__).parents[2]
@@ -23,11 +23,9 @@ ROWS = re.findall(
 
 
 @pytest.mark.deep
-def test_step_of_the_page_conforms_on_two_ranks(tmp_path):
-    script = tmp_path / "check.py"
+def test_step_of_the_page_conforms_on_two_ranks():
     checks = "import test_engines_page\n\ntest_engines_page.check_one_call(globals())"
-    script.write_text(f"{python_program(PAGE)}\n\n{checks}\n")
-    *lines, last = run(script, *TWO_RANKS, OMP_NUM_THREADS="1").splitlines()
+    *lines, last = run(f"{python_program(PAGE)}\n\n{checks}\n", 2).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         f"{'ok':<12}{case.name}" for case in (*MERGE_CASES, *DECODE_CASES)
     ]

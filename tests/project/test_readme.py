@@ -5,10 +5,7 @@ The program finds what torchrun gives the only rank of a world of one. Each bloc
 a program by itself, without torchrun and on two ranks, which prints what stands in it.
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ranks_of_commands import started
 from tree_attention.reference import attention
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 # Of these pages another test runs the program.
 IN_OTHER_TESTS = {
@@ -46,28 +43,21 @@ def python_lines(text: str) -> str:
     return "\n".join(lines)
 
 
-def run(script: Path, *launcher: str, **environment: str) -> str:
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("python", "tests/project"))
-    result = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        cwd=ROOT,
-        env=os.environ | environment | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def run(program: str, world_size: int = 0, **variables: str) -> str:
+    """What all ranks print; a world of 0 is one process without torchrun."""
+    with started([], world_size, program=program, variables=variables) as ranks:
+        ended = [ranks.wait_for_end(rank) for rank in range(world_size or 1)]
+    assert not any(rank.status for rank in ended), [rank.stderr for rank in ended]
+    return "".join(rank.stdout for rank in ended)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_run(page, tmp_path):
+def test_python_blocks_run(page):
     program = python_program(page)
     if not program.strip():
         pytest.skip("no Python block")
-    script = tmp_path / page.name
-    script.write_text(program)
-    run(script, **WORLD_OF_ONE)
+    run(program, **WORLD_OF_ONE)
 
 
 def block_of_readme(text: str) -> str:
@@ -83,20 +73,17 @@ def check_printed(block: str, printed: str) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("block", BLOCKS)
-def test_block_of_readme_is_a_program_without_torchrun(block: str, tmp_path: Path) -> None:
-    script = tmp_path / "alone.py"
-    script.write_text(block)
-    check_printed(block, run(script))
+def test_block_of_readme_is_a_program_without_torchrun(block: str) -> None:
+    check_printed(block, run(block))
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("check", ["generated_text", "engine"])
-def test_block_of_readme_is_right_on_two_ranks(check: str, tmp_path: Path) -> None:
+def test_block_of_readme_is_right_on_two_ranks(check: str) -> None:
     block = block_of_readme({"generated_text": "hf.from_", "engine": "tree_decode("}[check])
-    script = tmp_path / "readme.py"
     checks = f"import test_readme\n\ntest_readme.check_{check}(globals())\n"
-    script.write_text(f"{block}\n\n{checks}dist.destroy_process_group()\n")
-    check_printed(block, run(script, *TWO_RANKS, OMP_NUM_THREADS="1"))
+    checked = f"{block}\n\n{checks}dist.destroy_process_group()\n"
+    check_printed(block, run(checked, 2))
 
 
 def check_generated_text(page: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ranks_of_commands import started
 from test_readme import ROOT, WORLD_OF_ONE, python_program
 
 PAGE = ROOT / "docs" / "security.md"
@@ -50,23 +51,20 @@ def test_the_store_listens_on_one_address(tmp_path: Path) -> None:
     assert {"0" * 8, "0" * 32} & set(anywhere), f"torch listens on {anywhere}: correct the page"
 
 
+GENERATE = """
+import io, runpy, sys
+sys.stdin = io.StringIO(9 * "y\\n")
+runpy.run_module("tree_attention", run_name="__main__", alter_sys=True)
+"""
+
+
 def refusal(checkpoint: Path) -> str:
     """What `generate` says in place of a text, to somebody who says yes to every question."""
-    command = [
-        sys.executable,
-        "-m",
-        "tree_attention",
-        "generate",
-        "--prompt",
-        "a",
-        "--max-new-tokens",
-        "1",
-    ]
-    result = subprocess.run(
-        [*command, "--model", str(checkpoint)], input="y\n" * 9, capture_output=True, text=True
-    )
-    assert result.returncode != 0 and "Traceback" not in result.stderr
-    return " ".join(result.stderr.split())  # it is wrapped
+    arguments = ["generate", "--prompt", "a", "--max-new-tokens", "1", "--model", str(checkpoint)]
+    with started(arguments, 0, program=GENERATE) as ranks:
+        ended = ranks.wait_for_end(0)
+    assert ended.status != 0 and "Traceback" not in ended.stderr
+    return " ".join(ended.stderr.split())  # it is wrapped
 
 
 @pytest.mark.deep

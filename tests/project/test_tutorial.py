@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from test_readme import ROOT, TWO_RANKS, python_program, run
+from test_readme import ROOT, python_program, run
 
 PAGE = ROOT / "docs/two_servers.md"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -25,8 +25,7 @@ def test_program_runs_with_a_tiny_model(tmp_path: Path) -> None:
         assert program.count(f'"{old}"') + program.count(f"'{old}'") == 1
         program = program.replace(old, str(new))
     # The tiny model has as many key heads as there are ranks.
-    (script := tmp_path / "document.py").write_text(program)
-    printed = run(script, *TWO_RANKS, OMP_NUM_THREADS="1").splitlines()
+    printed = run(program, 2).splitlines()
     assert re.fullmatch(r"reading \d+ tokens", printed[0])
     assert re.fullmatch(r"\d+ s", printed[-1]) and len(printed) > 2
 
