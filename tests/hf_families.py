@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from distributed import preload
 from hf_refusal import Refusal, no_longer_refused
 
 VOCAB_SIZE = 97
@@ -372,6 +373,17 @@ _LATER = no_longer_refused(REFUSED)
 FAMILIES_TO_SPLIT: dict[str, Family] = {
     name: x for name, x in (WORKING | HYBRIDS | CHOOSING | _LATER).items() if x.exists
 }
+
+
+def _modules() -> list[str]:
+    """Where transformers has the models."""
+    families = FAMILIES_TO_SPLIT | {name: x for name, x in OWN_ATTENTION.items() if x.exists}
+    configs = (getattr(transformers, x.config).__module__ for x in families.values())
+    return sorted({name.replace(".configuration_", ".modeling_") for name in configs})
+
+
+# A rank that is new would import them for half of a short test's time.
+preload("hf_families", *_modules())
 
 
 def sizes_of_tensor_groups(name: str, world_size: int) -> list[int]:

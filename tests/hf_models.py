@@ -25,7 +25,7 @@ from distributed import preload
 from generations import left_padded
 
 preload("transformers.generation.utils", "transformers.models.llama.modeling_llama")
-preload("tree_attention.hf")
+preload("hf_models", "tree_attention.hf")
 
 VOCAB_SIZE = 199  # no multiple of anything
 PAD, EOS = 0, 1
