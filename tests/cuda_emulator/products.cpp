@@ -96,10 +96,12 @@ struct LaneOperands {
 std::shared_ptr<std::vector<float>> find_sums(const Products& products,
                                               const std::vector<float*>& d,
                                               const std::source_location& where) {
+  std::vector<float*> sorted = d;
+  std::ranges::sort(sorted);
   for (auto issued = products.issued.rbegin(); issued != products.issued.rend(); ++issued) {
     if (issued->d == d) return issued->sums;
-    const bool shares = std::any_of(issued->d.begin(), issued->d.end(), [&](const float* x) {
-      return std::find(d.begin(), d.end(), x) != d.end();
+    const bool shares = std::any_of(issued->d.begin(), issued->d.end(), [&](float* x) {
+      return std::ranges::binary_search(sorted, x);
     });
     if (shares) fail("accumulators of a product under way in another order or number", where);
   }

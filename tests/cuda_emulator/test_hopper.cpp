@@ -219,6 +219,7 @@ enum ProductMistake {
   kOneFewer,
   kOtherLane,
   kMWithinBox,
+  kOtherAccumulators,
 };
 void multiply_ones(Params p) {
   char* const memory = cuda::dynamic_shared_memory();
@@ -243,7 +244,11 @@ void multiply_ones(Params p) {
   if (is(kNoSwizzle)) descriptor_a &= ~(uint64_t{3} << 62);
   if (is(kBaseOffset)) descriptor_a |= uint64_t{1} << 49;
   const uint64_t descriptor_b = cuda::matrix_descriptor(b);
-  float d[8] = {};
+  float registers[12] = {};
+  const auto from = [&](int i) -> float (&)[8] {
+    return reinterpret_cast<float (&)[8]>(registers[i]);
+  };
+  float (&d)[8] = from(0);
   if (!is(kNoWgmmaFence)) cuda::wgmma_fence();
   if (is(kMWithinBox)) {
     const uint64_t within = cuda::matrix_descriptor(a + 32);
@@ -251,6 +256,9 @@ void multiply_ones(Params p) {
   }
   if (!is(kOneFewer) || i < 96) {
     cuda::wgmma_m64k16_bf16<false>(d, descriptor_a, descriptor_b);
+  }
+  if (is(kOtherAccumulators)) {
+    cuda::wgmma_m64k16_bf16<false>(from(4), descriptor_a, descriptor_b);
   }
   if (is(kReadEarly)) p.out[i] = d[0];
   if (is(kWritten)) d[0] = 0.0f;
@@ -424,6 +432,7 @@ void test_products() {
   expect("of the warpgroup", kOneFewer);
   expect("lanes give a product other operands", kOtherLane);
   expect("m begins within a box", kMWithinBox);
+  expect("accumulators of a product under way in another order or number", kOtherAccumulators);
   expect_error("a warpgroup is four warps, of which the block has not all", multiply_with_two_warps,
                0);
 }
