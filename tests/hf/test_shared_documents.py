@@ -9,6 +9,7 @@ that was shared that overwrite what others read, bytes that a crop or a copy add
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from pairwise import by_tier
 from questions import (
     DOCUMENT,
     KINDS,
+    Answer,
     answers_alone,
     ask,
     check_answers,
@@ -48,6 +50,7 @@ HYBRIDS = ("Qwen3-Next", "LFM2", "Jamba")
 QUICK = ("llama", "gemma2", "BLOOM", "Qwen3-Next")
 JAMBA = hf_families.HYBRIDS["Jamba"]
 Kind = tuple[str, str | None]  # with the dtype of the keys
+Case = tuple[str, str | None, int, int]  # a kind, the number of a layout, a world
 KINDS_OF_KEYS = [
     *((name, None) for name in (*KINDS, *HYBRIDS)),
     *product(("llama", "gemma2", "deepseek", "BLOOM"), ("int8", "fp8")),
@@ -85,10 +88,10 @@ def _layouts(world_size: int, name: str) -> list[Any]:
 
 
 def _answered(
-    rank: int, world_size: int, cases: list[tuple[Kind, int, int]], wanted: dict[Kind, Any]
+    rank: int, world_size: int, cases: list[Case], wanted: dict[Kind, Any]
 ) -> list[Tensor]:
     found = []
-    for (name, kv_dtype), number, _ in cases:
+    for name, kv_dtype, number, _ in cases:
         layout = _layouts(world_size, name)[number]
         (texts, others), (first, second) = _texts(name), wanted[name, kv_dtype]
         model = hf.enable(make_model(name), layout=layout, kv_dtype=kv_dtype)
@@ -113,9 +116,14 @@ def _answered(
     return found
 
 
-def _in_layouts(kinds: Sequence[Kind], worlds: Sequence[int]) -> list[tuple[Kind, int, int]]:
+@functools.cache
+def _alone(name: str, kv_dtype: str | None) -> list[list[Answer]]:
+    return [answers_alone(make_model(name), x, kv_dtype) for x in _texts(name)]
+
+
+def _in_layouts(kinds: Sequence[Kind], worlds: Sequence[int]) -> list[Case]:
     return [
-        (kind, number, world_size)
+        (*kind, number, world_size)
         for kind, world_size in product(kinds, worlds)
         for number in range(len(_layouts(world_size, kind[0])))
     ]
@@ -128,11 +136,8 @@ def _in_layouts(kinds: Sequence[Kind], worlds: Sequence[int]) -> list[tuple[Kind
         _in_layouts(KINDS_OF_KEYS, [1, 2, 3]),
     ),
 )
-def test_rows_are_answered_as_each_is_alone(cases: list[tuple[Kind, int, int]]) -> None:
-    wanted = {
-        (name, kv_dtype): [answers_alone(make_model(name), x, kv_dtype) for x in _texts(name)]
-        for name, kv_dtype in dict.fromkeys(kind for kind, *_ in cases)
-    }
+def test_rows_are_answered_as_each_is_alone(cases: list[Case]) -> None:
+    wanted = {(name, kv_dtype): _alone(name, kv_dtype) for name, kv_dtype, *_ in cases}
     same_on_all_ranks(run_ranks(_answered, cases[0][-1], cases, wanted))
 
 
