@@ -130,7 +130,16 @@ def test_the_others_wait_for_what_the_first_computes_alone() -> None:
     assert [rank.status for rank in ended] == [0, 0], ended
 
 
+ALONE = f"""
+import sys
+sys.path.insert(0, {str(PROGRAM.parent)!r})
+import long_context
+sys.exit(long_context.main())
+"""
+
+
 def test_one_process_is_told_to_start_two() -> None:
-    done = run(str(PROGRAM))
-    assert done.returncode == 2
-    assert "start it with `tree-attention run -n 2 examples/long_context.py`" in done.stderr
+    with started([], 0, program=ALONE) as ranks:
+        ended = ranks.wait_for_end(0)
+    assert ended.status == 2
+    assert "start it with `tree-attention run -n 2 examples/long_context.py`" in ended.stderr

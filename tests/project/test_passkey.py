@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import os
 import random
 import re
 import struct
@@ -23,8 +22,8 @@ import evaluate_passkey
 import passkey
 import passkey_text
 import train_passkey
-from distributed import AMPLE_SECONDS
 from passkey import Haystack, build_prompt
+from ranks_of_commands import started
 from tree_attention.hf import parts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -309,20 +308,21 @@ def test_ask_finds_the_key_with_the_tokens_of_transformers(monkeypatch, capsys):
     check_answer(capsys.readouterr().out, 1)
 
 
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(CHECKPOINT)!r})
+import ask
+sys.exit(ask.main())
+"""
+
+
 @pytest.mark.deep
 def test_two_processes_find_the_key():
-    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-    environment = {"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(CHECKPOINT / "ask.py"), "--tokens", "600"],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=AMPLE_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    check_answer(done.stdout, 2)
+    arguments = ("--tokens", "600")
+    with started(arguments, program=PROGRAM, variables={"COLUMNS": "200"}) as ranks:
+        ended = [ranks.wait_for_end(rank) for rank in range(2)]
+    assert [rank.status for rank in ended] == [0, 0], ended
+    check_answer(ended[0].stdout + ended[1].stdout, 2)
 
 
 def test_ask_fails_when_the_tokens_differ(monkeypatch, capsys):
