@@ -77,16 +77,13 @@ def test_instruction_sets_of_a_cpu(cpu, names):
     assert f"must be one of {', '.join(names)}, got none" in result.stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_operator(name):
-    """Every dtype, group, range, page, adjustment of scores and odd size, drawn at random."""
-    result = run(operator(), name)
-    assert result.returncode == 0, result.stdout
-
-
-def test_neon_on_the_oldest_cpu():
-    """It must not meet an instruction that came later."""
-    result = run(operator(), "neon", cpu=OLDEST)
+@pytest.mark.parametrize(
+    ("cpu", "name"), [(NEWEST, "neon_bf16"), *((OLDEST, x) for x in NAMES[1:])]
+)
+def test_operator(cpu, name):
+    """Every dtype, group, range, page, adjustment of scores and odd size, drawn at random. On the
+    oldest CPU it must not meet an instruction that came later."""
+    result = run(operator(), name, cpu=cpu)
     assert result.returncode == 0, result.stdout
 
 
