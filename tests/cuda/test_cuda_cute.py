@@ -15,6 +15,7 @@ from compilation import ROOT, Compiler
 from distributed import AMPLE_SECONDS
 
 CUDA = Path("/usr/local/cuda/include")
+PRODUCTS = Path("tests/cuda_emulator/products.cpp")
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,10 @@ def check(cute: list[Path], folder: Path, root: Path) -> subprocess.CompletedPro
     """What the comparison says of the sources in `root`."""
     flags = [*emulator_build.FLAGS, "-Itests/cuda/cute", "-O0"]
     compiler = replace(emulator_build.COMPILER, build=folder, flags=flags, root=root)
-    objects = compiler.compile(
-        [*emulator_build.EMULATOR, Path("tests/cuda/cute/check_layouts.cpp")]
-    )
+    compared = [Path("tests/cuda/cute/check_layouts.cpp"), PRODUCTS]
+    rest = [source for source in emulator_build.EMULATOR if source != PRODUCTS]
+    # First: of inline functions the linker takes the first it meets.
+    objects = [*compiler.compile(compared), *emulator_build.COMPILER.compile(rest)]
     program = compiler.link("check_layouts", [*objects, *cute])
     return subprocess.run([program], capture_output=True, text=True, timeout=AMPLE_SECONDS)
 
