@@ -146,6 +146,13 @@ def test_a_module(program: Path, tmp_path: Path) -> None:
     assert Path(json.loads(done.stdout)["path"]) == tmp_path
 
 
+def test_a_module_that_is_not_there() -> None:
+    """Its package is looked for by `runpy`, whose own error has a cause."""
+    done = ended("-n", 1, "-m", "no_such.module")
+    assert done.returncode == 1 and "No module named 'no_such'" in done.stderr
+    assert done.stderr.startswith("run: rank 0 of 1: ") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("what", "status", "last"),
     tiers(

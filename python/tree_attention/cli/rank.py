@@ -106,7 +106,9 @@ def _traced(error: BaseException) -> str:
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    # Where the program did not begin, as with a wrong name of a module, the cause is in runpy too.
+    began = trace is not None
+    return "".join(traceback.format_exception(type(error), error, trace, chain=began))
 
 
 def _leave(status: int) -> NoReturn:
