@@ -49,6 +49,9 @@ elif what == "deaf":
         signal.signal(number, signal.SIG_IGN)
     print("ready\\n", end="", flush=True)
     time.sleep(1000)
+elif what == "killed at a bar":  # of progress, which has no cursor
+    print("\\x1b[?25l", end="", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 elif rank == 0:
     if what == "all fail":
         time.sleep(0.5)
@@ -282,6 +285,17 @@ def test_ctrl_c_is_silent(program: Path) -> None:
     os.close(terminal)
 
 
+def test_a_rank_that_is_killed_leaves_a_cursor(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    pid, terminal = on_a_terminal("-n", 1, program, "killed at a bar")
+    text = read_until(terminal, None)
+    assert text.rfind(b"\x1b[?25h") > text.rfind(b"\x1b[?25l") >= 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 137
+    os.close(terminal)
+
+
 def test_ranks_that_are_deaf_are_ended(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second Ctrl-C ends them at once; the first waits for what they may be saving."""
     pid, terminal = on_a_terminal("-n", 2, program, "deaf")
@@ -290,7 +304,7 @@ def test_ranks_that_are_deaf_are_ended(program: Path, monkeypatch: pytest.Monkey
     time.sleep(0.3)
     assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     os.write(terminal, b"\x03")
-    assert set(read_until(terminal, None)) <= set(b"^C\r\n")
+    assert set(read_until(terminal, None).replace(b"\x1b[?25h", b"")) <= set(b"^C\r\n")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     os.close(terminal)
 
