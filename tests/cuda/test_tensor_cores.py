@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Tensor cores cut sums off where float32 rounds them: what that costs, on the emulated device."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,23 @@ from tree_attention import lean_decode
 pytestmark = pytest.mark.parametrize("core", TENSOR_CORES.values(), ids=TENSOR_CORES.keys())
 
 
+@functools.cache
+def problem_of(keys: int, rows: int, value: float | None) -> MeanOfValues:
+    return MeanOfValues(keys, rows, value)
+
+
+@functools.cache
+def result_of(
+    core: TensorCore, keys: int, rows: int, value: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return problem_of(keys, rows, value).run(core)
+
+
 @pytest.mark.parametrize("rows, keys", [(8, 1 << 17), (16, 1 << 17), (48, 1 << 16)])
 def test_one_block_of_a_long_context(rows, keys, core):
     """docs/numerics.md has longer ones."""
-    problem = MeanOfValues(keys, rows)
-    assert problem.accuracy(core).right
-    cut, rounded = problem.run(core)[0], problem.run(TensorCore())[0]
+    assert problem_of(keys, rows, None).check.accuracy(*result_of(core, keys, rows, None)).right
+    cut, rounded = (result_of(x, keys, rows, None)[0] for x in (core, TensorCore()))
     assert (cut.abs() <= rounded.abs()).all() and (cut != rounded).any(), "nothing was cut off"
 
 
@@ -28,7 +40,8 @@ def test_one_block_of_a_long_context(rows, keys, core):
 @pytest.mark.parametrize("rows, value", [(8, None), (16, None), (48, None), (16, ALL_ONES)])
 def test_row_of_the_page(rows, value, core):
     """The shortest contexts in the table of docs/numerics.md; the program writes all rows."""
-    found = MeanOfValues(1 << 16, rows, value).accuracy(core)
+    keys = 1 << 16
+    found = problem_of(keys, rows, value).check.accuracy(*result_of(core, keys, rows, value))
     shown = f"{found.o_error:.1e}" + " WRONG" * (not found.right)
     values = "about 0.5" if value is None else "2 − 2^-10"  # noqa: RUF001
     page = (Path(__file__).parents[2] / "docs/numerics.md").read_text()
