@@ -460,9 +460,20 @@ def test_a_server_knows_why_its_engine_ended(case: str, monkeypatch: pytest.Monk
         asyncio.run(serve())
     assert lost.is_set() == (case != "told to end") != watch.was_told
     assert server.should_exit == (case != "lost, as vLLM saw first")
-    if case == "lost":  # and the server's clients keep it
-        assert left.get(timeout=AMPLE) == (watch, False)
+    if case != "lost, as vLLM saw first":  # and the server's clients keep it
+        assert left.get(timeout=AMPLE) == (watch, case == "told to end")
     assert left.empty()
+
+
+@pytest.mark.parametrize(("was_told", "status"), [(True, 0), (False, program.LOST_STATUS)])
+def test_the_status_of_a_server_on_one_host(
+    was_told: bool, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(program, "end_children", lambda: None)
+    monkeypatch.setattr(program, "leave", left.append)
+    program.leave_as(None, was_told=was_told)
+    assert left == [status]
 
 
 def test_a_name_of_no_host() -> None:

@@ -214,7 +214,8 @@ def adopt_orphans() -> None:
 def leave_as(watch: Watch | None, *, was_told: bool) -> NoReturn:
     """Ends all processes of this host, once it is known why the engine ended."""
     end_children()
-    leave(LOST_STATUS if watch is None else watch.ended(was_told=was_told))
+    alone = 0 if was_told else LOST_STATUS
+    leave(alone if watch is None else watch.ended(was_told=was_told))
 
 
 def end_children() -> None:
@@ -240,16 +241,21 @@ def leave(status: int) -> NoReturn:
 
 
 def watch_engine(watch: Watch | None) -> threading.Event:
-    """The event is set when the server's engine is lost, and the server ends then.
+    """The event is set when the server's engine is lost. The server ends then, and after it was
+    told to.
 
     vLLM's own look at the engine is every 5 s, and says nothing to who started the server, which
-    waits without an end for a client that reads or sends no more.
+    waits without an end for a client that reads or sends no more, and for the answers of an engine
+    that was told to end.
     """
     lost = threading.Event()
 
-    def end_server() -> None:
-        time.sleep(SERVER_SECONDS)
-        leave_as(watch, was_told=False)
+    def end_server(was_told: bool) -> None:
+        def end() -> None:
+            time.sleep(SERVER_SECONDS)
+            leave_as(watch, was_told=was_told)
+
+        threading.Thread(target=end, name="tree_attention end", daemon=True).start()
 
     async def watchdog_loop(server: Any, engine: Any) -> None:
         from vllm import envs
@@ -257,11 +263,15 @@ def watch_engine(watch: Watch | None) -> threading.Event:
         shutdown, was_told = engine.shutdown, threading.Event()
 
         def shut_down(*arguments: Any, **named: Any) -> Any:
-            if not engine.errored:
-                was_told.set()
-                if watch is not None:
-                    watch.was_told = True
-            return shutdown(*arguments, **named)
+            if engine.errored:
+                return shutdown(*arguments, **named)
+            was_told.set()
+            if watch is not None:
+                watch.was_told = True
+            try:
+                return shutdown(*arguments, **named)
+            finally:
+                end_server(was_told=True)
 
         engine.shutdown = shut_down  # what a signal does first
         try:
@@ -272,9 +282,7 @@ def watch_engine(watch: Watch | None) -> threading.Event:
             if engine.errored and not was_told.is_set():
                 lost.set()
                 if server.should_exit:
-                    threading.Thread(
-                        target=end_server, name="tree_attention end", daemon=True
-                    ).start()
+                    end_server(was_told=False)
 
     if not checks.faults_of(LAUNCHER, "watchdog_loop", "server engine"):
         importlib.import_module(LAUNCHER).watchdog_loop = watchdog_loop  # type: ignore[attr-defined]
