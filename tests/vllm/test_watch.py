@@ -106,7 +106,7 @@ def test_an_engine_that_ends_while_all_hosts_are_there() -> None:
         hosts[0].end()
         wait_for_statuses(hosts, LOST_STATUS)
         for host in hosts:
-            assert host.said.startswith("The engine is lost: it ended first on host1, whose ")
+            assert host.said.startswith("The engine is lost: host1, noticed first; the hosts' ")
 
 
 def test_a_first_host_that_was_told_to_end_tells_the_others() -> None:

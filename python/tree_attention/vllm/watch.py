@@ -89,7 +89,7 @@ class Watch(threading.Thread):
                 why = f"A host is lost: {names[lost]}, gave no sign for {seconds:.1f} s"
             elif asked and now - asked > MISSED_SECONDS + 2 * BEAT_SECONDS:
                 engine = store.compare_set("first", "", names[rank]).decode()
-                why = f"The engine is lost: it ended first on {engine}, whose output says why"
+                why = f"The engine is lost: {engine}, noticed first; the hosts' output says why"
             elif self._asked is not None and not asked:
                 asked = now
                 if self._asked == _TOLD:
