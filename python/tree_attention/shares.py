@@ -20,6 +20,16 @@ AUTO = "auto"  # which measures the hosts
 # A cycle of the cache's slots has `sum(shares)` blocks, and only whole cycles are as shares say.
 MAX_SHARE = 1024
 
+# Ranks compute a part each of queries that all of them need, and gather them, where each then reads
+# so many numbers less on average: in bf16 50 MB, for which a socket of 307 GB/s takes as long as for
+# a small message over 10 Gb/s, 0.15 ms. Of any dtype, so that all are cut alike.
+LEAST_SAVED = 24 << 20
+
+
+def pays_to_gather(numbers: int, ranks: int) -> bool:
+    """True where `ranks` ranks share out the outputs of a projection of so many weights."""
+    return ranks > 1 and numbers * (ranks - 1) >= LEAST_SAVED * ranks
+
 
 def is_auto(value: object) -> bool:
     return isinstance(value, str) and value == AUTO

@@ -40,6 +40,7 @@ from hf_families import FAMILIES_TO_SPLIT, OWN_ATTENTION, WORKING, sizes_of_tens
 from pairwise import by_tier
 from rounded_caches import rounded_cache
 from tree_attention import BlockCyclic, Contiguous, ContiguousThenCyclic, ShardLayout, hf
+from tree_attention import shares as shares_of_ranks
 from tree_attention.hf import CACHE_NAME
 from tree_attention.hf.cache import window
 from tree_attention.hf.cache.token_split import TokenSplit
@@ -482,6 +483,7 @@ def _of_enable(options: Options) -> Options:
     return {x: y for x, y in options.items() if x not in ("tensor_parallel_size", "published")}
 
 
+@mock.patch.object(shares_of_ranks, "LEAST_SAVED", 0)  # so that small projections are cut too
 def _make(family: str, options: Options, directory: Path) -> Any:
     """The model as the options say."""
     size, options = options.get("tensor_parallel_size"), {**options}

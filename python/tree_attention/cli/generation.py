@@ -126,7 +126,7 @@ def generate(
     mesh = mesh_of(model)
     recorder = ArrivalRecorder(
         (cache.shard.comm,) if isinstance(cache, TreeCache) else (),
-        () if mesh is None else (mesh.sums, mesh.logits),
+        () if mesh is None else (mesh.sums, mesh.queries, mesh.logits),
         streamer,
     )
     with torch.inference_mode():

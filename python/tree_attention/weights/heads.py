@@ -2,16 +2,19 @@
 """Attention modules cut by heads, in each form that their projections have.
 
 A rank gets the heads of keys and values of its tensor group, and all query heads that attend to
-these; of their results, it goes on with those that its place in the context group gives it.
+these; of their results, it goes on with those that its place in the context group gives it. Ranks
+of a context group need the same queries: where their projection is large, each computes some of its
+outputs, whatever heads these are of, and all gather them before anything else is done with them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..shares import pays_to_gather
 from .mesh import Mesh
 from .parts import Cut, Range
 
@@ -42,6 +45,8 @@ class HeadSplit:
     """The cut of one attention module, by names of its parameters, children and attributes."""
 
     projections: Mapping[str, tuple[Range, ...]]  # into heads, and the outputs that are kept
+    # Those whose outputs are gathered, and how many each rank of the context group computes.
+    gathered: Mapping[str, tuple[int, ...]]
     output: str
     shared: tuple[str, ...]  # projections that stay whole
     cuts: Mapping[str, Cut]  # of all other parameters
@@ -211,8 +216,15 @@ class HeadPlanner:
         for name, _ in module.named_parameters(recurse=False):
             if name not in self._cuts:
                 raise self._refusal(name, "no such parameter of attention is known")
+        projections = {name: self._ranges(blocks) for name, blocks in self._blocks.items()}
+        gathered = {}
+        for name in projections:
+            if (parts := self._shared_out(name, projections[name])) is not None:
+                gathered[name] = tuple(end - begin for begin, end in parts)
+                projections[name] = _within(projections[name], parts[self._mesh.context_rank])
         return HeadSplit(
-            projections={name: self._ranges(blocks) for name, blocks in self._blocks.items()},
+            projections=projections,
+            gathered=gathered,
             output=self._output,
             shared=tuple(x for x in _SHARED if self._is_latent and _child(module, x) is not None),
             cuts=self._cuts,
@@ -226,6 +238,19 @@ class HeadPlanner:
         heads = {True: self._q, False: self._kv}
         parts = ((x.begin, _times(x.size, heads[x.is_query])) for x in blocks)
         return tuple((first + begin, first + end) for first, (begin, end) in parts)
+
+    def _shared_out(self, name: str, ranges: Sequence[Range]) -> list[Range] | None:
+        """The parts of a tensor group's outputs that ranks of a context group compute; None: each
+        computes all."""
+        # The weight out of latents is multiplied with queries and with results, in place of inputs.
+        if name == LATENT or not any(block.is_query for block in self._blocks[name]):
+            return None
+        linear = self._linear(name)
+        outputs = sum(end - begin for begin, end in ranges)
+        numbers = outputs * linear.weight.shape[axes_of(linear)[1]]
+        if not pays_to_gather(numbers, self._mesh.context_size):
+            return None
+        return self._mesh.context_slices(outputs)
 
     def _cut_norms(self, norms: Mapping[str, nn.Module]) -> tuple[bool, list[str]]:
         """Cuts all norms but those that are the same for every head. Returns whether one of them
@@ -277,6 +302,17 @@ class HeadPlanner:
 def _times(size: int, heads: Range) -> Range:
     """The entries of a run of heads with so many each."""
     return size * heads[0], size * heads[1]
+
+
+def _within(ranges: Iterable[Range], part: Range) -> tuple[Range, ...]:
+    """The ranges of an axis that make `part` of some ranges joined."""
+    found, first = [], 0  # of the range at hand, among all
+    for begin, end in ranges:
+        low, high = (min(max(x - first, 0), end - begin) for x in part)
+        if low < high:
+            found.append((begin + low, begin + high))
+        first += end - begin
+    return tuple(found)
 
 
 def is_rms_norm(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from ..exchange import (
     resolve_group,
     sentence,
 )
-from ..shares import AUTO, ModelShares, as_shares, is_auto, parts
+from ..shares import AUTO, ModelShares, Shares, as_shares, is_auto, parts
 from .parts import Range
 
 # A slice of an axis begins at a multiple of this, so that rows of 16-bit values stay aligned; by
@@ -70,7 +70,7 @@ class Mesh:
         self.tensor_group: ProcessGroup | None = None
         self.context_group: ProcessGroup | None = None
         # A communicator compares ranks whenever the kind of call changes, so each kind has its own.
-        self.sums, self.logits = self.calls, self.calls
+        self.sums, self.logits, self.queries = self.calls, self.calls, self.calls
         if self.group is not None:
             given = AUTO if measures else tuple(self.shares)
             self.calls.agree((("tensor_parallel_size", size), ("shares", given)), timeout, op)
@@ -80,13 +80,14 @@ class Mesh:
             if size > 1:
                 _columns[self.context_group] = self.column
             self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
+            self.queries = Communicator(self.context_group, timeout)
 
     def take(self, shares: ModelShares) -> None:
         """Goes by these shares, before anything is split."""
         self.shares, size = shares, self.tensor_parallel_size
         # Shares of the weights in a context group. Ranks of a tensor group have equal ones.
         by_context = None if shares.weights is None else shares.weights[::size]
-        self._head_shares = as_shares(self.op, "shares", by_context, self.context_size)
+        self._context_shares = as_shares(self.op, "shares", by_context, self.context_size)
         self._parts_of_heads: dict[int, list[Range]] = {}  # which every layer asks for
 
     @property
@@ -105,9 +106,11 @@ class Mesh:
     def slices(self, size: int) -> list[Range]:
         """The parts [begin, end) of an axis of `size` by rank, in proportion to shares of weights;
         without any their sizes differ by at most 16."""
-        shares = self.shares.weights
-        is_wide = shares is not None and size >= _LONG and size % _WIDE_GRANULE == 0
-        return parts(size, self.world_size, shares, _WIDE_GRANULE if is_wide else _GRANULE)
+        return _slices(size, self.world_size, self.shares.weights)
+
+    def context_slices(self, size: int) -> list[Range]:
+        """As `slices`, the parts of an axis that the ranks of the context group split."""
+        return _slices(size, self.context_size, self._context_shares)
 
     def own_heads(self, num_heads: int) -> Range:
         """Query heads that this rank keeps after attention, out of `num_heads` of its tensor
@@ -117,13 +120,13 @@ class Mesh:
     def head_counts(self, num_heads: int) -> tuple[int, ...] | None:
         """The number of heads of each rank of the context group, as a merge takes it; None: they
         are split evenly."""
-        if self._head_shares is None:
+        if self._context_shares is None:
             return None
         return tuple(end - begin for begin, end in self._heads(num_heads))
 
     def _heads(self, num_heads: int) -> list[Range]:
         if num_heads not in self._parts_of_heads:
-            found = parts(num_heads, self.context_size, self._head_shares)
+            found = parts(num_heads, self.context_size, self._context_shares)
             self._parts_of_heads[num_heads] = found
         return self._parts_of_heads[num_heads]
 
@@ -140,6 +143,11 @@ class Mesh:
                     f"{ranks} could not be made: {sentence(error)}"
                 ) from error
         return made
+
+
+def _slices(size: int, count: int, shares: Shares) -> list[Range]:
+    is_wide = shares is not None and size >= _LONG and size % _WIDE_GRANULE == 0
+    return parts(size, count, shares, _WIDE_GRANULE if is_wide else _GRANULE)
 
 
 def column_of(group: ProcessGroup | Communicator | None) -> tuple[int, int]:

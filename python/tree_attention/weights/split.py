@@ -31,7 +31,8 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
     """Replaces the parameters of `model` by this rank's parts of them.
 
     Linear layers whose inputs are split then add up their outputs over the ranks, the embedding
-    adds up what one rank found, logits are gathered, and attention goes on with this rank's heads.
+    adds up what one rank found, queries and logits are gathered, and attention goes on with this
+    rank's heads.
     """
     embedding: Any = model.get_submodule(made.embedding)
     head: Any = model.get_submodule(made.head)
@@ -74,6 +75,9 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
     for name, heads in made.heads.items():
         attention: Any = model.get_submodule(name)
         vars(attention)[_MESH] = mesh
+        for child, counts in heads.gathered.items():
+            gather = functools.partial(_gather_queries, mesh, counts)
+            attention.get_submodule(child).register_forward_hook(gather)
         if heads.own_columns is not None:
             vars(attention)[_KEEPS_ALL] = True
             own = functools.partial(_own_columns, *heads.own_columns)
@@ -198,6 +202,12 @@ def _norm_over_ranks(
     mean = mesh.sums.all_reduce(squares, timeout=mesh.timeout) / (copies * size)
     own = squares / args[0].shape[-1]
     return (output.float() * ((own + eps) / (mean + eps)).sqrt()).to(output.dtype)
+
+
+def _gather_queries(
+    mesh: Mesh, counts: tuple[int, ...], module: nn.Module, args: Any, output: Tensor
+) -> Tensor:
+    return mesh.queries.all_gather(output, counts, timeout=mesh.timeout)
 
 
 def _own_columns(begin: int, end: int, module: nn.Module, args: tuple[Tensor, ...]) -> Any:
