@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tree_attention import shares
 from tree_attention.planning import arithmetic, machines, models
 
 EMPTY = '<script id="tables" type="application/json"></script>'
@@ -52,6 +53,7 @@ def tables() -> str:
             "FP32": models.FP32,
             "CHUNK": arithmetic.Work(1).chunk,
             "SUSTAINED": machines.SUSTAINED,
+            "LEAST_SAVED": shares.LEAST_SAVED,
             "models": dense(),
             "machines": {name: asdict(x) for name, x in machines.MACHINES.items()},
             "links": {name: asdict(x) for name, x in machines.LINKS.items()},

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tree_attention import shares
 from tree_attention.exchange.auto.choose import CostTable, Measured
 from tree_attention.planning.arithmetic import (
     ALL_FORMS,
@@ -63,6 +64,28 @@ def test_gpus_of_several_nodes_have_a_slower_link() -> None:
 
 
 TINY = llama("tiny", 1, 64, 128, 8, 4, 512, head_dim=16)
+
+
+def test_ranks_make_a_part_each_of_large_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read that much less, gather once more in each layer, and send the others their part."""
+    link = Link(bandwidth=math.inf, round_seconds=1.0, source="")
+    for form, others in ((SPLIT, 7), (SPLIT_BY_HEADS, 0)):  # T is 8: no rank has the same heads
+        split = replace(PLAN, model=NAMED["llama-3.1-70b"]).split(form)
+        queries = split.model.weights.queries
+        assert queries == 80 * 64 * 128 * 8192
+        monkeypatch.setattr(shares, "LEAST_SAVED", math.inf)
+        whole = [split.weights_bytes, split.token_bytes]
+        whole.append(split.token_seconds(Hosts(H200.machine, link)).exchange)
+        monkeypatch.undo()
+        assert whole[0] - split.weights_bytes == pytest.approx(2 * queries * others / 8)
+        assert split.token_bytes - whole[1] == pytest.approx(2 * others / 8 * 80 * 64 * 128)
+        gathered = split.token_seconds(Hosts(H200.machine, link)).exchange
+        assert gathered - whole[2] == 80 * (others > 0)
+    # Of 8B a rank would save too little.
+    assert PLAN.split(SPLIT).weights_bytes == pytest.approx(
+        2 * (MODEL.weights.q + MODEL.weights.kv + MODEL.weights.vectors)
+        + 2 * (MODEL.weights.split + MODEL.weights.head + MODEL.weights.embedding) / 8
+    )
 
 
 def test_one_rank_sends_nothing_and_all_forms_are_one() -> None:
@@ -170,7 +193,8 @@ def test_rounds_of_sums_that_have_two_phases(sequences: int, phases: int) -> Non
     """A sum of 70B's hidden states is 64 KiB of 4 sequences, more than which takes two phases."""
     hosts = Hosts(MACHINES["h100"], Link(math.inf, 1.0, ""))
     split = Split(NAMED["llama-3.1-70b"], SPLIT, 2, Work(0, sequences=sequences))
-    assert split.token_seconds(hosts).exchange == 80 + phases * 161 + 1
+    # Queries of each of 80 layers, their states, sums, and logits.
+    assert split.token_seconds(hosts).exchange == 80 + 80 + phases * 161 + 1
 
 
 FAR = Plan(MODEL.with_far_keys(16 << 10), H200, 1, Work(272 << 10))

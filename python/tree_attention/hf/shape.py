@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from ..planning.models import BF16, Attention, Index, Model, Weights
 from ..weights.checkpoint.formats import check_format
+from ..weights.heads import LATENT
 from ..weights.mesh import OneRank
 from ..weights.plan import plan, whole_parts
 from ..weights.text import model_of_text, share_of_text, text_config
@@ -123,6 +124,7 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, s
     """Return the weights, the sums of a split model, why it is not split, and what is not cut."""
     cut, sums, not_split = frozenset[str](), 0, ""
     by_heads: dict[str, str] = {}  # kinds of the parameters that tensor_parallel_size divides
+    of_queries: set[str] = set()
     quantization = config.to_dict().get("quantization_config") or {}
     try:
         made = plan(model, OneRank("plan"))
@@ -131,6 +133,8 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, s
             for child in heads.projections:
                 kind = "kv" if child in ("k_proj", "v_proj") else "q"
                 by_heads |= {f"{path}.{child}.{x}": kind for x in ("weight", "bias")}
+                if kind == "q" and child != LATENT:
+                    of_queries.add(f"{path}.{child}.weight")
         check_format(type(model).__name__, quantization)
     except ValueError as error:
         not_split = _reason(error)
@@ -155,6 +159,7 @@ def _weights(config: Any, model: Any, stored: int) -> tuple[Weights, int, str, s
         else:
             kind = "whole" if parameter.dim() > 1 else "vectors"
         counts[kind] += parameter.numel()
+        counts["queries"] += parameter.numel() * (path in of_queries)
     weights = Weights(**counts, num_experts=num_experts, chosen=chosen)
     if stored and not is_read_as_numbers:
         others = BF16 * (weights.total - weights.experts)

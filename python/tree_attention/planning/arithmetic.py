@@ -11,7 +11,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from .._numbers import in_digits, integer
-from ..shares import EQUAL, ModelShares, Shares
+from ..shares import EQUAL, ModelShares, Shares, pays_to_gather
 from .machines import BUS_SECONDS, HOST, SUSTAINED, Hosts, Machine
 from .models import BF16, Attention, Model
 
@@ -51,7 +51,7 @@ class Seconds:
     """
 
     attention: float  # and what comes before it in a layer; all, if no other rank waits for it
-    products: float  # with split matrices
+    products: float  # with split matrices, of which those of queries come before attention
     exchange: float
 
     @property
@@ -167,11 +167,25 @@ class Split:
         return ""
 
     @property
+    def _gathers_queries(self) -> bool:
+        """True where the ranks of a context group make a part each of the queries."""
+        size, layers = self.tensor_parallel_size, sum(x.layers for x in self.model.attention)
+        if layers == 0 or self.form not in (SPLIT, SPLIT_BY_HEADS):
+            return False
+        return pays_to_gather(self.model.weights.queries // (size * layers), self.p // size)
+
+    @property
     def _projections(self) -> float:
-        """Number of a rank's weights that make q, k and v."""
+        """Number of a rank's weights that make q, k and v and are not split."""
         weights, size = self.model.weights, self.tensor_parallel_size
         # A context group has copies of these; other engines split q over all ranks.
-        return weights.q / (self.p if self.form == TENSOR else size) + weights.kv / size
+        queries = weights.q - weights.queries * self._gathers_queries
+        return queries / (self.p if self.form == TENSOR else size) + weights.kv / size
+
+    @property
+    def _split_matrices(self) -> float:
+        """Number of the weights in matrices that all ranks split, without head and experts."""
+        return self.model.weights.split + self.model.weights.queries * self._gathers_queries
 
     @property
     def _others(self) -> float:
@@ -182,7 +196,8 @@ class Split:
     @property
     def weights_bytes(self) -> float:
         weights = self.model.weights
-        split = weights.matrix_itemsize * weights.split + weights.expert_itemsize * weights.experts
+        split = weights.matrix_itemsize * self._split_matrices
+        split += weights.expert_itemsize * weights.experts
         split += weights.itemsize * (weights.head + weights.embedding)
         copied = weights.matrix_itemsize * self._projections
         copied += weights.itemsize * (self._others + weights.tables)
@@ -269,7 +284,16 @@ class Split:
         # One sum more follows the embedding.
         sums = (self._sums + 1) * sum_bytes(sequences * model.hidden * BF16, p)
         logits = (p - 1) * sequences * model.vocab * BF16 / self._parts
-        return self._merge_bytes(states) + sums + logits + choices
+        return self._merge_bytes(states) + sums + logits + choices + sequences * self._query_bytes
+
+    @property
+    def _query_bytes(self) -> float:
+        """Bytes that a rank sends of the queries of one token, which ranks gather."""
+        if not self._gathers_queries:
+            return 0.0
+        others = self.p // self.tensor_parallel_size - 1
+        columns = sum(x.layers * x.heads * x.key for x in self.model.attention)
+        return others * columns * BF16 / self._parts
 
     @property
     def _choice_bytes(self) -> float:
@@ -280,9 +304,10 @@ class Split:
 
     @property
     def _exchanges(self) -> int:
-        """The number of merges in a forward pass, of states and of choices."""
+        """The number of exchanges for attention in a forward pass, of queries, states, choices."""
+        each = 1 + self._gathers_queries
         context = self.work.context
-        return sum(x.layers * (1 + x.chooses(context)) for x in self.model.attention)
+        return sum(x.layers * (each + x.chooses(context)) for x in self.model.attention)
 
     def token_seconds(self, hosts: Hosts) -> Seconds:
         """Time of one new token of every sequence, after `work.context` tokens."""
@@ -301,7 +326,7 @@ class Split:
             2 * sequences * (self._projections + self._others) + max(0.0, of_keys),
         )
         head, experts = weights.head / self._parts, weights.experts / self._parts
-        split = weights.split / self._parts
+        split = self._split_matrices / self._parts
         read = weights.matrix_itemsize * split + weights.itemsize * head
         read += weights.expert_itemsize * experts * weights.share_of_experts(sequences)
         active = split + head + experts * weights.chosen / weights.num_experts
@@ -370,7 +395,7 @@ class Split:
         size = int(most * self.work.chunk)
         chunks = [(begin, min(size, context - begin)) for begin in range(0, context, size)]
         experts = weights.experts * weights.chosen / weights.num_experts
-        products = 2 * (weights.split + experts) / self._parts * context / parts
+        products = 2 * (self._split_matrices + experts) / self._parts * context / parts
         sent = self._sums * sum(sum_bytes(n * model.hidden * BF16, self.p) for _, n in chunks)
         operations = 2 * (self._projections + self._others) * context / parts
         for x in model.attention:
@@ -385,7 +410,7 @@ class Split:
             operations += x.layers * context / 2 * x.scored(context) * self._copied_share
             sent += x.layers * sum(self._chunk_bytes(x, *chunk) for chunk in chunks)
         if self.form != PROMPTS:
-            sent += context * self._choice_bytes
+            sent += context * (self._choice_bytes + self._query_bytes)
         # At most: a sum has two phases.
         merges = 1 if self.has_split_weights else 2
         rounds = len(chunks) * (merges * self._exchanges + 2 * self._sums)

@@ -100,7 +100,8 @@ class Attention:
 class Weights:
     """Numbers of weights, by what becomes of them when a model is split over ranks."""
 
-    q: int = 0  # projections of queries: split by heads
+    q: int = 0  # projections of queries, and the one out of latents: split by heads
+    queries: int = 0  # of these, the ones that make queries, which more ranks may share out
     kv: int = 0  # projections of keys and values: split by heads, as far as these go
     split: int = 0  # other matrices in layers: every rank has a part of each
     whole: int = 0  # matrices that every rank has: of layers with a state, of latents, of routers
@@ -196,6 +197,7 @@ def llama(
     head = hidden * head_dim  # weights of a head in a projection
     weights = Weights(
         q=layers * head * heads,
+        queries=layers * head * heads,
         kv=layers * head * kv_heads * 2,
         split=layers * (head * heads + 3 * hidden * intermediate),
         vectors=(2 * layers + 1) * hidden,
@@ -213,6 +215,7 @@ def qwen3_30b_a3b() -> Model:
     head = layers * hidden * attention.key
     weights = Weights(
         q=head * attention.heads,
+        queries=head * attention.heads,
         kv=head * attention.kv_heads * 2,
         split=head * attention.heads,
         whole=layers * hidden * experts,
@@ -236,6 +239,7 @@ def glm_4_7_flash() -> Model:
     keys_and_values = attention.key - shared + attention.value
     weights = Weights(
         q=layers * attention.heads * (queries * attention.key + latent * keys_and_values),
+        queries=layers * attention.heads * queries * attention.key,
         split=layers * attention.heads * attention.value * hidden
         + 3 * hidden * 10240
         + (layers - 1) * mlp,
