@@ -235,6 +235,8 @@ def test_offloading_is_refused() -> None:
 
 
 def test_arguments_out_of_range_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"such as model\.config, got a LlamaForCausalLM$"):
+        hf.TreeCache(make_model("llama"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="growth must be an integer of at least 1, got 0"):
         hf.TreeCache(CONFIG, growth=0)
     with pytest.raises(ValueError, match="layout must have the group's world size 1, got one of 2"):

@@ -80,6 +80,11 @@ class TreeCache(StateCache):
         **options: Unpack[CacheOptions],
     ) -> None:
         options = with_defaults("TreeCache", options)
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(
+                "TreeCache: config must be a configuration of transformers, such as model.config, "
+                f"got a {type(config).__name__}"
+            )
         growth, max_length = integer("TreeCache", "growth", growth, 1), options["max_length"]
         if max_length is not None:
             max_length = integer("TreeCache", "max_length", max_length, 1)
