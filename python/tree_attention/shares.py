@@ -21,8 +21,8 @@ AUTO = "auto"  # which measures the hosts
 MAX_SHARE = 1024
 
 # Ranks compute a part each of queries that all of them need, and gather them, where each then reads
-# so many numbers less on average: in bf16 50 MB, for which a socket of 307 GB/s takes as long as for
-# a small message over 10 Gb/s, 0.15 ms. Of any dtype, so that all are cut alike.
+# so many numbers less on average: in bf16 50 MB, for which a socket of 307 GB/s takes about as long
+# as for a small message over 10 Gb/s, 0.15 ms. Of any dtype, so that all are cut alike.
 LEAST_SAVED = 24 << 20
 
 

@@ -77,8 +77,9 @@ def test_one_rank_that_lacks_memory_is_an_error_on_all(path: str) -> None:
     sizes = [_memory.in_words(own) for own, *_ in found]
     both = _memory.in_words(sum(own for own, *_ in found))
     ways = (
-        "take fewer bits (dtype='bfloat16' or weights='int8' or weights='int4'; on the command line "
-        "--dtype and --weight-dtype), split them over ranks on more hosts, or take a host with more memory"
+        "take fewer bits (dtype='bfloat16' or weights='int8' or weights='int4'; on the command "
+        "line --dtype and --weight-dtype), split them over ranks on more hosts, or take a host "
+        "with more memory"
     )
     half = _memory.in_words(found[1][0] // 2)
     head = "from_pretrained: the weights of LlamaForCausalLM need"
