@@ -59,6 +59,18 @@ def test_parts_by_speed(
     assert written(tmp_path)[1]["world_size"] == 2
 
 
+@pytest.mark.deep
+def test_parts_by_speed_where_weights_cannot_be_split(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shares were found for split weights, and those of the cache remain."""
+    calibrated(tmp_path, monkeypatch, 60, 20)
+    first, _ = generate(checkpoint, tmp_path, "--shares", "auto", "--strategy", "butterfly")
+    assert "every process has all weights: with split weights --strategy must be" in (
+        " ".join(first.stderr.split())
+    )
+
+
 @pytest.mark.parametrize(
     ("rates", "serves"), tiers([((60, 0.06), False), ((0.06, 60), True)], [((0.06, 60), False)])
 )

@@ -13,7 +13,7 @@ import math
 import os
 import reprlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -533,6 +533,8 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
                 raise UsageError(f"--tensor-parallel-size {size}: {error}") from error
             if world.root:
                 report(arguments.command, f"every process has all weights: {error}")
+    if isinstance(part.shares, Mapping):  # of --shares auto, for weights that are split
+        options["shares"] = {name: x for name, x in part.shares.items() if name != "weights"}
     model = load(path, attn_implementation=arguments.attention, dtype=dtype or "auto").to(device)
     if arguments.attention == "tree_attention":
         try:
