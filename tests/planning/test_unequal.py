@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Shares for machines that differ, by arithmetic."""
 
+import random
 from dataclasses import replace
 from itertools import product
 
@@ -202,6 +203,31 @@ def test_memory_limits_shares() -> None:
     even = replace(found, machines=(machine(60, 12e9), machine(60, 64e9)))
     assert even.best.weights is None and even.best.cache is not None
     assert even.best.cache[0] < even.best.cache[1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_pair_of_small_shares_is_much_faster(seed: int) -> None:
+    """Hosts of random speed, arithmetic and memory, of which many have too little for an even
+    part."""
+    rng, is_limited = random.Random(seed), 0
+    counts = [(a, b) for a, b in product(range(7), repeat=2) if 0 < a + b <= 6]
+    for _ in range(8):
+        model = NAMED[rng.choice(["llama-3.1-8b", "qwen3-30b-a3b", "glm-4.7-flash"])]
+        rates = [10 ** rng.uniform(0.7, 2.3) for _ in range(2)]
+        rooms = [model.weights.num_bytes * rng.uniform(0.4, 1.6) for _ in range(2)]
+        machines = tuple(
+            machine(rate, room, rate * 10 ** rng.uniform(-2.5, -0.5))
+            for rate, room in zip(rates, rooms, strict=True)
+        )
+        work = Work(rng.choice([8, 32, 128]) << 10)
+        found = Group(model, SPLIT, machines, LINKS["10gbe"], work)
+        pairs = [ModelShares(weights, cache) for weights, cache in product(counts, repeat=2)]
+        times = [found.token_seconds(shares) for shares in pairs if found.fits(shares)]
+        if times:  # then it raises nothing
+            assert found.fits(found.best)
+            assert found.seconds <= 1.1 * min(times), (machines, found.best)
+            is_limited += len(times) < len(pairs)
+    assert is_limited
 
 
 @pytest.mark.parametrize(

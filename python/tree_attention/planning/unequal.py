@@ -204,17 +204,19 @@ class Group:
             own["weights"] = tuple(x for x in found for _ in range(self.tensor_parallel_size))
         return shares._replace(**own)
 
-    def _lines(self, names: Sequence[str], shares: ModelShares) -> list[tuple[float, float, float]]:
+    def _lines(
+        self, names: Sequence[str], shares: ModelShares | None
+    ) -> list[tuple[float, float, float]]:
         """For each tensor group: the seconds of a token if it has nothing of what `names` are
         shares of, the seconds that are added if it gets all, and the part of this that fits into
-        its memory. Of the cache alone these are seconds of attention, of weights alone of
-        products."""
+        its memory next to what else it has by `shares`; None: nothing. Of the cache alone these are
+        seconds of attention, of weights alone of products."""
         found = []
         for unit in range(self._units):
             own = [int(u == unit) for u in range(self._units)]
-            whole = nothing = self._with(shares, names, own)
-            if self._units > 1:
-                nothing = self._with(shares, names, [1 - x for x in own])
+            others = [1 - x for x in own] if self._units > 1 else own
+            rest = self._with(EQUAL, _BOTH, others) if shares is None else shares
+            whole, nothing = (self._with(rest, names, counts) for counts in (own, others))
             base, more, room = 0.0, 0.0, 1.0
             for rank in self._members(unit):
                 least, most = (
@@ -235,22 +237,42 @@ class Group:
     def _candidates(self) -> list[ModelShares]:
         """Shares near the best ones that fit; none only if the model fits under no shares."""
         found: list[ModelShares] = []
-        # As many as the first that fits needs: where anything fits, equal parts of all do.
+        # The same shares of weights and cache: some fit if any shares do, maybe of a large sum.
         for count, shares in enumerate(self._near(self._split_things, EQUAL), start=1):
             if count > _FEW and found:
                 break
             if self.fits(shares):
                 found.append(shares)
-        if self.has_split_weights and self._units > 1:
-            weights = islice(self._near(_WEIGHTS, EQUAL), _FEW)
-            if (fastest := min(weights, key=self.token_seconds, default=None)) is not None:
-                caches = islice(self._near(_CACHE, fastest), _FEW)
-                found += [shares for shares in caches if self.fits(shares)]
+        if not found or not self.has_split_weights or self._units == 1:
+            return found
+        # Shares of their own, if memory is no limit.
+        machines = tuple(replace(machine, memory=math.inf) for machine in self.machines)
+        free = replace(self, machines=machines)
+        fastest = min(islice(free._near(_WEIGHTS, EQUAL), _FEW), key=free.token_seconds)
+        fastest = min(islice(free._near(_CACHE, fastest), _FEW), key=free.token_seconds)
+        if self.fits(fastest):
+            return [*found, fastest]
+        # Otherwise the best of one, and of the other what then has room, both ways.
+        starts: list[ModelShares] = []
+        for first in (_WEIGHTS, _CACHE):
+            some = islice(self._near(first, None), _FEW)
+            starts += sorted(some, key=lambda x: self._phase_seconds(first, x))[:1]
+        for first, start in zip((_WEIGHTS, _CACHE), starts, strict=False):
+            found += self._fitting(_CACHE if first == _WEIGHTS else _WEIGHTS, start)
+        # Memory may have held back the one that came second.
+        for names in (_CACHE, _WEIGHTS, _CACHE):
+            found += self._fitting(names, min(found, key=self.token_seconds))
         return found
 
-    def _near(self, names: Sequence[str], shares: ModelShares) -> Iterator[ModelShares]:
+    def _fitting(self, names: Sequence[str], shares: ModelShares) -> list[ModelShares]:
+        return [x for x in islice(self._near(names, shares), _FEW) if self.fits(x)]
+
+    def _phase_seconds(self, names: Sequence[str], shares: ModelShares) -> float:
+        return max(_seconds_of(names, seconds) for seconds in self.each_token(shares))
+
+    def _near(self, names: Sequence[str], shares: ModelShares | None) -> Iterator[ModelShares]:
         """Shares of `names` near the real numbers that give all tensor groups the same time, as far
-        as they have room, with ever larger sums."""
+        as they have room next to what else they have by `shares`, with ever larger sums."""
         lines = self._lines(names, shares)
         if any(room < 0 for *_, room in lines):
             return
@@ -263,7 +285,8 @@ class Group:
         if (total := sum(parts)) < 1 - 1e-9:
             return
         for count in range(1, MAX_SHARE + 1):
-            yield self._with(shares, names, _rounded([part / total for part in parts], count))
+            counts = _rounded([part / total for part in parts], count)
+            yield self._with(shares or EQUAL, names, counts)
 
     def _lack(self) -> str:
         """Which machine has too little memory."""
