@@ -134,6 +134,19 @@ def test_given_shares_beside_those_by_speed(
     assert says in " ".join(output.split()) and ("By speed" in output) == bool(says)
 
 
+def test_ranks_that_wait_for_one_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are busy for equally long, and not at the same time."""
+    path = measured(tmp_path, 60, 20)
+    assert main([*UNEQUAL, "--hosts", path, "--shares", "4,1"]) == 0
+    sentences = " ".join(capsys.readouterr().out.split())
+    assert (
+        "In a token the others wait for rank 1 (h20) in attention, 124 ms, and for rank 0 (h60) in "
+        "the products with split matrices, 179 ms; exchanges take "
+    ) in sentences
+
+
 def test_data_sheets_of_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
     several = [x for name in ("h100", "h100", "a100", "a100") for x in ("--machine", name)]
     assert main([*UNEQUAL, *several, "--shares", "2,2,1,0"]) == 0

@@ -109,15 +109,24 @@ class UnequalPlan:
         return f"rank {rank} ({self.machines[rank].name})"
 
     def _pace(self, what: str, each: Sequence[Seconds], text: Callable[[float], str]) -> str:
-        busy = [x.local for x in each]
+        busy, until = [x.local for x in each], until_last(each)
         last, first = busy.index(max(busy)), busy.index(min(busy))
-        exchange = text(until_last(each).exchange)
-        most, least = text(busy[last]), text(busy[first])
-        if busy[last] <= _EQUAL * busy[first]:
+        most, least, exchange = text(busy[last]), text(busy[first]), text(until.exchange)
+        if until.local <= _EQUAL * busy[first]:
             times = most if least == most else f"{least} to {most}"
             return (
                 f"No rank waits long for another in {what}: they are busy for {times}, and "
                 f"exchanges take {exchange}."
+            )
+        if until.local > _EQUAL * busy[last]:
+            attention, products = (
+                max(range(len(each)), key=seconds.__getitem__)
+                for seconds in ([x.attention for x in each], [x.products for x in each])
+            )
+            return (
+                f"In {what} the others wait for {self._named(attention)} in attention, "
+                f"{text(until.attention)}, and for {self._named(products)} in the products with "
+                f"split matrices, {text(until.products)}; exchanges take {exchange}."
             )
         return (
             f"R{self._named(last)[1:]} sets the pace of {what}: it is busy for {most}, "
