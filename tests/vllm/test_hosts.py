@@ -465,6 +465,37 @@ def test_a_server_knows_why_its_engine_ended(case: str, monkeypatch: pytest.Monk
     assert left.empty()
 
 
+def test_a_server_that_ends_by_itself_was_not_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes its engine down, as one does that was told to end; that one does so twice."""
+    left: list[bool] = []
+    monkeypatch.setattr(program, "SERVER_SECONDS", 0.0)
+    monkeypatch.setattr(program, "leave_as", lambda whose, was_told: left.append(was_told))
+    watch = Namespace(was_told=False)
+
+    async def serve(engine: Namespace, times_told: int) -> None:
+        server = Namespace(should_exit=False)
+        watchdog = asyncio.create_task(loop(server, engine))
+        await asyncio.sleep(0.1)
+        for _ in range(times_told):
+            engine.shutdown()
+        watchdog.cancel()
+        await asyncio.wait([watchdog])
+        engine.shutdown()
+
+    with stub_of_vllm():
+        lost = program.watch_engine(watch)
+        loop = importlib.import_module(program.LAUNCHER).watchdog_loop
+        for times_told in (0, 2):
+            calls: list[None] = []
+            engine = Namespace(is_running=True, errored=False, shutdown=lambda: calls.append(None))  # noqa: B023
+            asyncio.run(serve(engine, times_told))
+            for thread in threading.enumerate():
+                if thread.name == "tree_attention end":
+                    thread.join(AMPLE)
+            assert len(calls) == times_told + 1 and not lost.is_set()
+            assert left == [True] * (times_told > 0) and watch.was_told == (times_told > 0)
+
+
 @pytest.mark.parametrize(("was_told", "status"), [(True, 0), (False, program.LOST_STATUS)])
 def test_the_status_of_a_server_on_one_host(
     was_told: bool, status: int, monkeypatch: pytest.MonkeyPatch

@@ -40,7 +40,7 @@ OF_A_HOST |= {"download_dir", "hf_token", "model_loader_extra_config"}
 LAUNCHER = "vllm.entrypoints.launchers.launcher"
 LEAST_TIMEOUT = 5  # seconds of --cpu-distributed-timeout-seconds, as hosts give signs of life
 LAST_SECONDS = 0.75  # for the last answers of a server and of the first host's store
-SERVER_SECONDS = 2.0  # in which a server ends whose engine is lost
+SERVER_SECONDS = 2.0  # in which a server ends whose engine is lost, or which was told to end
 
 
 USAGE = """usage: python -m tree_attention.vllm serve MODEL [options of vllm serve]
@@ -104,9 +104,9 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:  # what vLLM makes of signals while it starts
         was_told = True
     except Exception:
-        if watch is None:
-            raise
         traceback.print_exc()
+        if watch is None:
+            leave(1)
     if not was_told or watch is not None:
         leave_as(watch, was_told=was_told)
     return 0
@@ -244,9 +244,9 @@ def watch_engine(watch: Watch | None) -> threading.Event:
     """The event is set when the server's engine is lost. The server ends then, and after it was
     told to.
 
-    vLLM's own look at the engine is every 5 s, and says nothing to who started the server, which
-    waits without an end for a client that reads or sends no more, and for the answers of an engine
-    that was told to end.
+    vLLM looks at the engine every 5 s, and says nothing to who started the server. Its server waits
+    without an end for a client that reads or sends no more, and for the answers of an engine that
+    was told to end.
     """
     lost = threading.Event()
 
@@ -260,10 +260,11 @@ def watch_engine(watch: Watch | None) -> threading.Event:
     async def watchdog_loop(server: Any, engine: Any) -> None:
         from vllm import envs
 
-        shutdown, was_told = engine.shutdown, threading.Event()
+        shutdown, was_told, ended = engine.shutdown, threading.Event(), threading.Event()
 
         def shut_down(*arguments: Any, **named: Any) -> Any:
-            if engine.errored:
+            # A server that has ended, maybe by an error, takes its engine down too.
+            if engine.errored or ended.is_set() or was_told.is_set():
                 return shutdown(*arguments, **named)
             was_told.set()
             if watch is not None:
@@ -278,7 +279,8 @@ def watch_engine(watch: Watch | None) -> threading.Event:
             while engine.is_running or not engine.errored:
                 await asyncio.sleep(0.1)
             server.should_exit = not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH
-        finally:  # vLLM may have seen it before, and cancels this then
+        finally:  # vLLM may have seen it before, and cancels this then, as when its server ends
+            ended.set()
             if engine.errored and not was_told.is_set():
                 lost.set()
                 if server.should_exit:
