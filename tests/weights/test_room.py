@@ -78,7 +78,7 @@ def test_one_rank_that_lacks_memory_is_an_error_on_all(path: str) -> None:
     both = _memory.in_words(sum(own for own, *_ in found))
     ways = (
         "take fewer bits (dtype='bfloat16' or weights='int8' or weights='int4'; on the command "
-        "line --dtype and --weight-dtype), split them over ranks on more hosts, or take a host "
+        "line --dtype or --weight-dtype), split them over ranks on more hosts, or take a host "
         "with more memory"
     )
     half = _memory.in_words(found[1][0] // 2)
@@ -102,7 +102,7 @@ def test_what_fits_is_not_refused(name: str, weights: str | None, tmp_path: Path
         assert _bytes(str(tmp_path), weights=weights, dtype="bfloat16") == size
     with _free(3 * size // 4, _AMPLE):
         message = _refused(str(tmp_path), weights=weights, dtype="bfloat16")
-    line = "; on the command line --dtype and --weight-dtype"
+    line = "; on the command line --weight-dtype"
     bits = {
         None: f"take fewer bits (weights='int8' or weights='int4'{line}), ",
         "int8": f"take fewer bits (weights='int4'{line}), ",

@@ -45,7 +45,8 @@ class HeadSplit:
     """The cut of one attention module, by names of its parameters, children and attributes."""
 
     projections: Mapping[str, tuple[Range, ...]]  # into heads, and the outputs that are kept
-    # Those whose outputs are gathered, and how many each rank of the context group computes.
+    # Projections whose outputs are gathered, and how many of these each rank of the context group
+    # computes.
     gathered: Mapping[str, tuple[int, ...]]
     output: str
     shared: tuple[str, ...]  # projections that stay whole

@@ -67,5 +67,9 @@ def _fewer_bits(model: PreTrainedModel, weights: str | None, device: torch.devic
     names = ["dtype='bfloat16'"] if model.dtype == torch.float32 else []
     if device.type == "cpu" and weights != "int4":
         names += ["weights='int4'"] if weights == "int8" else ["weights='int8'", "weights='int4'"]
-    ways = f"{' or '.join(names)}; on the command line --dtype and --weight-dtype"
-    return f"take fewer bits ({ways}), " if names else ""
+    if not names:
+        return ""
+    options = {"dtype": "--dtype", "weights": "--weight-dtype"}
+    named = dict.fromkeys(options[name.partition("=")[0]] for name in names)
+    ways = f"{' or '.join(names)}; on the command line {' or '.join(named)}"
+    return f"take fewer bits ({ways}), "
