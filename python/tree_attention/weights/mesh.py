@@ -70,7 +70,8 @@ class Mesh:
         self.tensor_group: ProcessGroup | None = None
         self.context_group: ProcessGroup | None = None
         # A communicator compares ranks whenever the kind of call changes, so each kind has its own.
-        self.sums, self.logits, self.queries = self.calls, self.calls, self.calls
+        self.sums, self.logits = self.calls, self.calls
+        self.queries = self.calls  # until `gathers_queries`
         if self.group is not None:
             given = AUTO if measures else tuple(self.shares)
             self.calls.agree((("tensor_parallel_size", size), ("shares", given)), timeout, op)
@@ -80,7 +81,11 @@ class Mesh:
             if size > 1:
                 _columns[self.context_group] = self.column
             self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
-            self.queries = Communicator(self.context_group, timeout)
+
+    def gathers_queries(self) -> None:
+        """Makes the communicator for queries that ranks compute in parts, which few models have."""
+        if self.queries is self.calls:
+            self.queries = Communicator(self.context_group, self.timeout)
 
     def take(self, shares: ModelShares) -> None:
         """Goes by these shares, before anything is split."""

@@ -72,6 +72,8 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
     embedding.register_forward_hook(functools.partial(_add_up, mesh))
     counts = tuple(end - begin for begin, end in parts)
     head.register_forward_hook(functools.partial(_gather_logits, mesh, counts))
+    if any(heads.gathered for heads in made.heads.values()):
+        mesh.gathers_queries()
     for name, heads in made.heads.items():
         attention: Any = model.get_submodule(name)
         vars(attention)[_MESH] = mesh
