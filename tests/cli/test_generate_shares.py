@@ -63,12 +63,12 @@ def test_parts_by_speed(
 def test_parts_by_speed_where_weights_cannot_be_split(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shares were found for split weights, and those of the cache remain."""
+    """The shares are then of the cache alone."""
     calibrated(tmp_path, monkeypatch, 60, 20)
     first, _ = generate(checkpoint, tmp_path, "--shares", "auto", "--strategy", "butterfly")
-    assert "every process has all weights: with split weights --strategy must be" in (
-        " ".join(first.stderr.split())
-    )
+    said = " ".join(first.stderr.split())
+    assert "rank 1 (h20) 20; shares cache " in said, said
+    assert "every process has all weights: with split weights --strategy must be" in said
 
 
 @pytest.mark.parametrize(

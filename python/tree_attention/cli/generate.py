@@ -23,7 +23,7 @@ from ..planning.models import WEIGHT_DTYPES
 from .far import add_far_options, check_far_options
 from .rank import is_launched
 from .run import check_ranks, launch
-from .shares import given_shares, taking_part
+from .shares import given_shares, may_split, strategies_of_split, takes_strategy, taking_part
 from .usage import (
     A_CHECKPOINT,
     UsageError,
@@ -490,7 +490,7 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
     import torch
 
     from .. import hf
-    from ..exchange import ExchangeError, candidates
+    from ..exchange import ExchangeError
     from ..weights.plan import CannotSplitError
     from .checkpoint import damages_named, is_quantised, load
 
@@ -499,19 +499,15 @@ def load_model(arguments: argparse.Namespace, part: Part, device: torch.device) 
     options: dict[str, Any] = {"group": part.group, "shares": part.shares}
     options |= {"prefill": arguments.prefill, "timeout": arguments.timeout}
     options |= far_options(arguments)
-    # Prompts are split over ranks only if each has all weights.
-    can_split = arguments.weights != "replicated" and arguments.prefill != "split"
     scheme = None if arguments.weight_dtype == "auto" else arguments.weight_dtype
     # Where transformers reads weights of 8 or 4 bits, it needs another package for it. On a GPU it
     # keeps them so, and 16 bits may find no room.
     is_alone = world.size == 1 and device.type == "cpu"
     is_own = is_alone and arguments.attention == "tree_attention" and is_quantised(path)
-    if (world.size > 1 and can_split) or scheme is not None or is_own:
+    if (world.size > 1 and may_split(arguments)) or scheme is not None or is_own:
         try:
-            # Each process must get the heads that are its own wherever several share a cache.
-            able = ("auto", *candidates(torch.float32, head_sharded=True))
-            if arguments.strategy not in able and size < world.size:
-                one_of = f"--strategy must be one of {', '.join(able)}"
+            if not takes_strategy(arguments, world.size):
+                one_of = f"--strategy must be one of {', '.join(strategies_of_split())}"
                 raise CannotSplitError(f"with split weights {one_of}, got {arguments.strategy}")
             with damages_named(path):
                 return hf.from_pretrained(

@@ -46,6 +46,27 @@ def given_shares(text: str) -> list[int] | None:
         ) from None
 
 
+def may_split(arguments: argparse.Namespace) -> bool:
+    """Prompts are split over processes only if each has all weights."""
+    return arguments.weights != "replicated" and arguments.prefill != "split"
+
+
+def strategies_of_split() -> tuple[str, ...]:
+    """Names of --strategy that give each process the heads that are its own."""
+    import torch
+
+    from ..exchange import candidates
+
+    return ("auto", *candidates(torch.float32, head_sharded=True))
+
+
+def takes_strategy(arguments: argparse.Namespace, num_ranks: int) -> bool:
+    """True where weights can be split under --strategy, which matters where several processes share
+    a cache."""
+    size = arguments.tensor_parallel_size
+    return size >= num_ranks or arguments.strategy in strategies_of_split()
+
+
 @contextmanager
 def taking_part(
     arguments: argparse.Namespace, world: World, device: torch.device
@@ -99,7 +120,7 @@ def _measured(
         shape,
         timeout=arguments.timeout,
         device=device,
-        is_split=arguments.weights != "replicated" and arguments.prefill != "split",
+        is_split=may_split(arguments) and takes_strategy(arguments, world.size),
         tensor_parallel_size=arguments.tensor_parallel_size,
     )
     left_out = group.unhelpful
