@@ -548,7 +548,7 @@ def advice(model: Any, cache: Any) -> str:
     from ..weights.split import mesh_of
 
     mesh = mesh_of(model)
-    of_weights = () if mesh is None else (mesh.calls, mesh.sums, mesh.queries, mesh.logits)
+    of_weights = () if mesh is None else (mesh.calls, *mesh.of_layers)
     # Ranks that differ find that out before they send anything.
     if all(comm.failed is None for comm in (cache.shard.comm, *of_weights)):
         return "Nothing is lost: start all ranks again, alike."

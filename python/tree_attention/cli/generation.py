@@ -126,7 +126,7 @@ def generate(
     mesh = mesh_of(model)
     recorder = ArrivalRecorder(
         (cache.shard.comm,) if isinstance(cache, TreeCache) else (),
-        () if mesh is None else (mesh.sums, mesh.queries, mesh.logits),
+        () if mesh is None else mesh.of_layers,
         streamer,
     )
     with torch.inference_mode():

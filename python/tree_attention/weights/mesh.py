@@ -71,7 +71,7 @@ class Mesh:
         self.context_group: ProcessGroup | None = None
         # A communicator compares ranks whenever the kind of call changes, so each kind has its own.
         self.sums, self.logits = self.calls, self.calls
-        self.queries = self.calls  # until `gathers_queries`
+        self.queries: Communicator | None = None
         if self.group is not None:
             given = AUTO if measures else tuple(self.shares)
             self.calls.agree((("tensor_parallel_size", size), ("shares", given)), timeout, op)
@@ -82,10 +82,14 @@ class Mesh:
                 _columns[self.context_group] = self.column
             self.sums, self.logits = (Communicator(self.group, timeout) for _ in range(2))
 
-    def gathers_queries(self) -> None:
+    def connect_for_queries(self) -> None:
         """Makes the communicator for queries that ranks compute in parts, which few models have."""
-        if self.queries is self.calls:
-            self.queries = Communicator(self.context_group, self.timeout)
+        self.queries = self.queries or Communicator(self.context_group, self.timeout)
+
+    @property
+    def of_layers(self) -> tuple[Communicator, ...]:
+        """The communicators of a forward pass, but for the cache's."""
+        return (self.sums, self.logits, *([self.queries] if self.queries else []))
 
     def take(self, shares: ModelShares) -> None:
         """Goes by these shares, before anything is split."""

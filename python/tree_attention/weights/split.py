@@ -73,7 +73,7 @@ def split(model: PreTrainedModel, mesh: Mesh, made: WeightPlan) -> None:
     counts = tuple(end - begin for begin, end in parts)
     head.register_forward_hook(functools.partial(_gather_logits, mesh, counts))
     if any(heads.gathered for heads in made.heads.values()):
-        mesh.gathers_queries()
+        mesh.connect_for_queries()
     for name, heads in made.heads.items():
         attention: Any = model.get_submodule(name)
         vars(attention)[_MESH] = mesh
@@ -209,6 +209,7 @@ def _norm_over_ranks(
 def _gather_queries(
     mesh: Mesh, counts: tuple[int, ...], module: nn.Module, args: Any, output: Tensor
 ) -> Tensor:
+    assert mesh.queries is not None  # as some are gathered
     return mesh.queries.all_gather(output, counts, timeout=mesh.timeout)
 
 
