@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes into docs/planning.md what `tree_attention.planning` predicts for measured runs.
+"""Writes into docs/planning.md what `tree_attention.planning` predicts for measured runs, and what
+the commands of its examples print.
 
     python -m lab.simulation.planning
 
@@ -14,13 +15,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import regions
 from benchmarks.harness.report import ROOT
 from benchmarks.latent.model import CHUNK, OURS, configuration
 from tree_attention.cli.models import from_config
-from tree_attention.exchange.auto.choose import CostTable, Measured
+from tree_attention.exchange.auto.choose import CostTable, Measured, MeasuredHost
 from tree_attention.planning.arithmetic import (
     PROMPTS,
     SPLIT,
@@ -46,6 +53,10 @@ _TIMES = (
     *("ms per token: measured", "predicted", "error", "prefill s: measured", "predicted", "error"),
 )
 HEADINGS = ("place/ranks", "form", "MB: measured", "predicted", "error", *_TIMES)
+# A command and, in the block after it, what it prints.
+EXAMPLE = re.compile(
+    r"(?P<command>```sh\n(?P<line>python -m [^\n]*(?:\\\n[^\n]*)*)\n```\n+```\n)[^`]*```\n"
+)
 LATENT_HEADINGS = ("tokens", "cache MB: measured", "predicted", "error", *_TIMES)
 
 
@@ -137,16 +148,37 @@ def _table(headings: tuple[str, ...], cells: list[list[str]], num_names: int) ->
     return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rules, *cells)) + "\n"
 
 
+def save_example_costs(path: Path) -> None:
+    """Write the table of two hosts that the commands of the pages call costs.json."""
+    rows = Measured("all_gather", 16384, 170e-6), Measured("all_gather", 1 << 20, 1010e-6)
+    new = MeasuredHost("new", 60e9, 60e9, 1e12, 64e9, layer=0.0)
+    old = MeasuredHost("old", 20e9, 20e9, 0.3e12, 64e9, layer=0.0)
+    CostTable("gloo", (0, 1), rows, (new, old)).save(str(path), {})
+
+
+def _printed(command: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        save_example_costs(Path(folder) / "costs.json")
+        output = subprocess.run(
+            [sys.executable, *shlex.split(command)[1:]],
+            cwd=folder,
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
+    return "".join(f"{line.rstrip()}\n" for line in output.splitlines())
+
+
 def written(page: str) -> str:
-    """Return docs/planning.md with today's tables."""
+    """Return docs/planning.md with today's tables and outputs."""
     for name, text in (("forms", table()), ("latents", latent_table())):
         page = regions.written(page, f"python -m lab.simulation.planning: {name}", text.rstrip())
-    return page
+    return EXAMPLE.sub(lambda found: found["command"] + _printed(found["line"]) + "```\n", page)
 
 
 if __name__ == "__main__":
     argparse.ArgumentParser(
         prog="python -m lab.simulation.planning",
-        description="Writes the tables of docs/planning.md.",
+        description="Writes the tables and the examples' outputs of docs/planning.md.",
     ).parse_args()
     PAGE.write_text(written(PAGE.read_text()))

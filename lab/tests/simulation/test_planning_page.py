@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """docs/planning.md: its command prints what it says, and its lists and errors are right."""
 
-import itertools
 import re
 import shlex
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 from lab.simulation import planning
 from tree_attention.__main__ import main
-from tree_attention.exchange.auto.choose import CostTable, Measured, MeasuredHost
 from tree_attention.planning.machines import SUSTAINED
 
 ROOT = Path(__file__).parents[3]
@@ -23,22 +21,8 @@ LINES = re.findall(r"^python -m tree_attention (plan [^#\n]*)", WHOLE_LINES, re.
 @pytest.fixture
 def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table costs.json that commands of the pages name."""
-    rows = Measured("all_gather", 16384, 170e-6), Measured("all_gather", 1 << 20, 1010e-6)
-    new = MeasuredHost("new", 60e9, 60e9, 1e12, 64e9, layer=0.0)
-    old = MeasuredHost("old", 20e9, 20e9, 0.3e12, 64e9, layer=0.0)
     monkeypatch.chdir(tmp_path)
-    CostTable("gloo", (0, 1), rows, (new, old)).save("costs.json", {})
-
-
-@pytest.mark.usefixtures("costs")
-def test_commands_print_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```(?:sh)?\n(.*?)```", PAGE, re.DOTALL)
-    shown = [x for x in itertools.pairwise(blocks) if x[0].startswith("python -m")]
-    assert len(shown) == 3
-    for command, output in shown:
-        assert main(shlex.split(command)[3:]) == 0
-        found = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-        assert found + "\n" == output
+    planning.save_example_costs(Path("costs.json"))
 
 
 @pytest.mark.usefixtures("costs")
@@ -51,7 +35,8 @@ def test_both_pages_have_a_command() -> None:
     assert len(LINES) == 4
 
 
-def test_predictions_beside_measured_runs() -> None:
+def test_predictions_and_outputs_of_examples() -> None:
+    assert len(planning.EXAMPLE.findall(PAGE)) == 3
     assert planning.written(PAGE) == PAGE, "run: python -m lab.simulation.planning"
     tokens, prompts = ([int(row[i].removesuffix(" %")) for row in planning.rows()] for i in (7, 10))
     assert len(tokens) == 8
