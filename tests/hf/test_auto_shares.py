@@ -24,6 +24,7 @@ from tree_attention.exchange import get_communicator
 from tree_attention.hf import auto_shares
 from tree_attention.planning import measuring
 from tree_attention.planning.machines import Link
+from tree_attention.planning.models import Attention
 from unequal_hosts import costs_of, hosts
 
 GREEDY = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
@@ -32,8 +33,8 @@ LINK = Link(1e12, 1e-9, "free")
 
 
 def measured(*gigabytes: float, memory: float = 64e9, link: Link = LINK):
-    found = hosts(*gigabytes, memory=memory), link
-    return mock.patch.object(auto_shares, "measure_all", lambda *_: found)
+    found = tuple(map(measuring.as_machine, hosts(*gigabytes, memory=memory))), link
+    return mock.patch.object(auto_shares, "known_machines", lambda *_: found)
 
 
 class Said(logging.Handler):
@@ -139,7 +140,8 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
 @on_ranks(2)
 def test_measured_hosts_are_the_same_on_all_ranks(rank: int, world_size: int) -> None:
     comm = get_communicator()
-    found, link = measuring.measure_all("measure", comm, CPU, 60.0)
+    latents = Attention(1, 16, 1, 96, 64, latent=(64, 32))
+    found, link = measuring.measure_all("measure", comm, CPU, 60.0, latents)
     assert all(x.read > 1e7 and x.flop > 1e7 and x.memory > 1e6 and x.host for x in found)
     assert all(x.weights > 1e7 and 0 <= x.layer < 60 for x in found)
     assert link.bandwidth > 1e5 and 0 <= link.round_seconds < 10
@@ -148,18 +150,39 @@ def test_measured_hosts_are_the_same_on_all_ranks(rank: int, world_size: int) ->
     assert everywhere == [(found, link)] * world_size
 
 
+@pytest.mark.parametrize(
+    ("attention", "q", "k", "v", "operations"),
+    [
+        (measuring.CALIBRATED, (32, 128), (8, 128), (8, 128), 4),
+        (Attention(16, 4, 4, 64, 32), (4, 64), (4, 64), (4, 32), 1),
+        (Attention(47, 20, 1, 256, 256, latent=(512, 64)), (20, 576), (1, 576), (1, 512), 37.8),
+    ],
+    ids=["grouped", "values of other width", "latents"],
+)
+def test_keys_are_read_by_the_heads_of_the_model(attention, q, k, v, operations) -> None:
+    numbers = torch.ones(1 << 20, dtype=torch.bfloat16)
+    found = measuring._queries_and_keys(attention, numbers)
+    assert [(x.shape[1], x.shape[3]) for x in found] == [q, k, v]
+    end = max(x.data_ptr() + 2 * x.numel() for x in found[1:]) - numbers.data_ptr()
+    assert 0.99 * 2 * numbers.numel() < end <= 2 * numbers.numel()
+    [host] = hosts(60)
+    with_a_byte = measuring.as_machine(host, attention).operations_with_a_byte
+    assert with_a_byte == pytest.approx(operations, rel=1e-2)
+
+
 @on_ranks(2)
 def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Path) -> None:
     path = tmp_path / f"{rank}.json"
     with mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": str(path)}):
         costs_of(path, hosts(60, 20), (0, 0), 1e-5, 1e-3)
         comm = get_communicator(dist.new_group())
-        found, _ = measuring.measure_all("measure", comm, CPU, 60.0)
-        assert found == hosts(60, 20)
+        found, _ = measuring.known_machines("measure", comm, CPU, 60.0, measuring.CALIBRATED)
+        assert found == tuple(map(measuring.as_machine, hosts(60, 20)))
         path.write_text("{}")
         damaged = dist.new_group()
         with pytest.raises(VariableError, match="table of exchange costs"):
-            measuring.measure_all("measure", get_communicator(damaged), CPU, 5.0)
+            given = get_communicator(damaged), CPU, 5.0, measuring.CALIBRATED
+            measuring.known_machines("measure", *given)
 
 
 @on_ranks(3)
@@ -172,7 +195,7 @@ def test_ranks_outside_of_the_group_are_not_asked(rank: int, world_size: int) ->
 
 
 def test_one_process_measures_nothing() -> None:
-    with mock.patch.object(auto_shares, "measure_all", side_effect=AssertionError):
+    with mock.patch.object(auto_shares, "known_machines", side_effect=AssertionError):
         model = hf.enable(hf.parallelize(make_model("llama"), shares="auto"))
         assert hf.mesh(model).shares == (None, None, None)
         hf.enable(make_model("llama"), shares="auto")

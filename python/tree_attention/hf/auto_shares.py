@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from .._numbers import integer
 from ..exchange import Communicator, on_every_rank
 from ..planning.arithmetic import PROMPTS, SPLIT, Work
-from ..planning.measuring import as_machine, measure_all
+from ..planning.measuring import known_machines
 from ..planning.models import Model
 from ..planning.unequal import Group, gigabytes, in_words, milliseconds
 from ..shares import EQUAL, ModelShares
@@ -67,8 +67,8 @@ def measured_group(
         return (), shape()
 
     model, _ = on_every_rank(op, comm, timeout, read)
-    hosts, link = measure_all(op, comm, device, timeout, held)
-    machines = tuple(map(as_machine, hosts))
+    attention = max(model.attention, key=lambda x: x.layers * x.attended(context))
+    machines, link = known_machines(op, comm, device, timeout, attention, held)
     form = SPLIT if is_split and not model.not_split else PROMPTS
     size = tensor_parallel_size if form == SPLIT else 1
     work = Work(context)
