@@ -189,6 +189,8 @@ def squeezed(capsys: pytest.CaptureFixture[str]) -> str:
     ("options", "sentence"),
     [
         (("--tensor-parallel-size", "3"), "--tensor-parallel-size must divide the number of proc"),
+        (("--shares", "1,2,3"), "--shares: shares must be an integer from 0 to 1,024 for each of"),
+        (("--strategy", "ring"), "--strategy must be one of auto, all_gather, "),
     ],
 )
 def test_what_goes_with_no_two_ranks_is_told_before_they_start(
@@ -205,7 +207,7 @@ def test_what_goes_with_no_two_ranks_is_told_before_they_start(
 
 def test_generate_sdpa_refuses_several_processes() -> None:
     with pytest.raises(generate.UsageError, match="--attention sdpa runs in one process"):
-        generate.check_world(argparse.Namespace(attention="sdpa"), World(rank=0, size=2))
+        generate.check_number(argparse.Namespace(attention="sdpa"), 2)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 import tree_attention
 from distributed import AMPLE_SECONDS
 from tree_attention.__main__ import main
+from tree_attention.cli import generate
 
 pytest.importorskip("transformers")
 
@@ -129,10 +130,24 @@ def test_a_prompt_that_is_too_long_is_told_once(
     assert "Token indices" not in caplog.text
 
 
-@pytest.mark.parametrize("arguments", [["--model", "/no"], ["--model", ".", "--prompt-file", "x"]])
-def test_paths_are_looked_at_first(arguments: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model", "/no"],
+        ["--prompt-file", "x"],
+        ["--strategy", "ring"],
+        ["--shares", "1,2"],
+        ["--ranks", "2", "--shares", "1,2,3"],
+        ["--tensor-parallel-size", "2"],
+    ],
+)
+@pytest.mark.parametrize("launcher", [{}, {"RANK": "0", "WORLD_SIZE": "3"}], ids=["", "torchrun"])
+def test_arguments_are_looked_at_first(
+    arguments: list[str], launcher: dict[str, str], tmp_path: Path
+) -> None:
     """Before what takes seconds to import."""
     (tmp_path / "config.json").touch()
+    model = [] if "--model" in arguments else ["--model", "."]
     prompt = [] if "--prompt-file" in arguments else ["--prompt", "a"]
     program = (
         "import sys; from tree_attention.__main__ import main\n"
@@ -141,10 +156,14 @@ def test_paths_are_looked_at_first(arguments: list[str], tmp_path: Path) -> None
         "else status)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments, *prompt],
-        env=os.environ | {"PYTHONPATH": str(Path(tree_attention.__file__).parents[1])},
+        [sys.executable, "-c", program, *model, *prompt, *arguments],
+        env=os.environ | {"PYTHONPATH": str(Path(tree_attention.__file__).parents[1])} | launcher,
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 2 and done.stderr.startswith("generate: "), done.stderr
+
+
+def test_the_names_of_strategies_are_those_of_their_files() -> None:
+    assert sorted(generate.strategy_names()) == sorted(tree_attention.strategies())

@@ -11,6 +11,7 @@ import ctypes
 import json
 import math
 import os
+import pkgutil
 import reprlib
 import secrets
 from collections.abc import Callable, Mapping
@@ -18,14 +19,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._environment import read_integer
 from .._json import read_json_object, replace_file
 from ..planning.models import WEIGHT_DTYPES
 from .far import add_far_options, check_far_options
 from .rank import is_launched
 from .run import check_ranks, launch
-from .shares import given_shares, may_split, strategies_of_split, takes_strategy, taking_part
+from .shares import check_shares, may_split, strategies_of_split, takes_strategy, taking_part
 from .usage import (
     A_CHECKPOINT,
+    MAX_PROCESSES,
     UsageError,
     add_timeout,
     argument_parser,
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
     import torch
 
     from .shares import Part
-    from .world import World
 
 # Options that also take "auto", which is the default.
 _CHOICES = {
@@ -75,6 +77,10 @@ _CHOICES = {
 }
 
 
+# Strategies that not every group of processes can take.
+_OF_SOME_DEVICES = ("one_shot",)
+
+
 def main(arguments: list[str]) -> int:
     return start(arguments, parse, check, run)
 
@@ -88,8 +94,10 @@ def start(
     """Runs `work` of a command that has a model, on all ranks; returns the exit status."""
     parsed = parse(arguments)
     check(parsed)
-    if "RANK" not in os.environ:  # so that --ranks says how many there will be
+    if "RANK" not in os.environ:
         check_number(parsed, parsed.ranks)
+    elif "WORLD_SIZE" in os.environ:  # else `joined_world` says what is missing
+        check_number(parsed, read_integer("WORLD_SIZE", 1, MAX_PROCESSES))
     command = parsed.command
     if parsed.ranks > 1 and not is_launched():
         return launch(command, parsed.ranks, ["-m", "tree_attention", command, *arguments])
@@ -101,10 +109,11 @@ def start(
     backend = "nccl" if device.type == "cuda" else "gloo"
     # What ranks have to start is not what they have to answer.
     to_start, parsed.timeout = parsed.timeout, parsed.timeout or DEFAULT_TIMEOUT
-    with joined_world(backend, to_start, parsed.timeout) as world:
-        check_world(parsed, world)
-        with taking_part(parsed, world, device) as part:
-            return 0 if part is None else work(parsed, part, device)
+    with (
+        joined_world(backend, to_start, parsed.timeout) as world,
+        taking_part(parsed, world, device) as part,
+    ):
+        return 0 if part is None else work(parsed, part, device)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -282,8 +291,8 @@ def check_model_options(arguments: argparse.Namespace) -> None:
             f"--weight-dtype {arguments.weight_dtype} quantises weights that are split: leave "
             "--prefill split out"
         )
-    if arguments.shares != "auto":
-        given_shares(arguments.shares)
+    if arguments.strategy not in (able := ("auto", *strategy_names())):
+        raise UsageError(f"--strategy must be one of {', '.join(able)}, got {arguments.strategy!r}")
     check_ranks("--ranks", arguments.ranks)
     if arguments.ranks > 1 and "RANK" in os.environ and not is_launched():
         raise UsageError(
@@ -350,15 +359,14 @@ def check_number(arguments: argparse.Namespace, size: int) -> None:
     if size % arguments.tensor_parallel_size:
         divides = f"must divide the number of processes {size}"
         raise UsageError(f"--tensor-parallel-size {divides}, got {arguments.tensor_parallel_size}")
+    if arguments.shares != "auto":
+        check_shares(arguments.shares, size, arguments.tensor_parallel_size)
 
 
-def check_world(arguments: argparse.Namespace, world: World) -> None:
-    """Raises UsageError for options that do not go with these processes."""
-    from ..exchange import strategies
-
-    check_number(arguments, world.size)
-    if arguments.strategy not in (able := ("auto", *strategies())):
-        raise UsageError(f"--strategy must be one of {', '.join(able)}, got {arguments.strategy!r}")
+def strategy_names() -> list[str]:
+    """The names of `exchange.strategies()`, by the files that define them: these import torch."""
+    files = pkgutil.iter_modules([str(Path(__file__).parents[1] / "exchange" / "strategies")])
+    return [file.name for file in files if file.name not in _OF_SOME_DEVICES]
 
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:

@@ -46,6 +46,16 @@ def given_shares(text: str) -> list[int] | None:
         ) from None
 
 
+def check_shares(text: str, num_ranks: int, tensor_parallel_size: int) -> None:
+    """Raises UsageError unless --shares are those of so many ranks."""
+    from ..shares import ModelShares
+
+    try:
+        ModelShares.of("--shares", given_shares(text), num_ranks, tensor_parallel_size)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 def may_split(arguments: argparse.Namespace) -> bool:
     """Prompts are split over processes only if each has all weights."""
     return arguments.weights != "replicated" and arguments.prefill != "split"
@@ -75,15 +85,8 @@ def taking_part(
 
     Collective with "auto": all processes measure, and make a group of those that help.
     """
-    from ..shares import ModelShares
-
     if arguments.shares != "auto":
-        given, size = given_shares(arguments.shares), arguments.tensor_parallel_size
-        try:
-            ModelShares.of("--shares", given, world.size, size)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        yield Part(world, None, given)
+        yield Part(world, None, given_shares(arguments.shares))
     elif world.size == 1:
         yield Part(world, None, None)
     else:

@@ -25,6 +25,7 @@ from .rank import is_launched, record_error
 INTERRUPTED = f"interrupted by {KeyboardInterrupt()!r}"
 # Processes of one job start within seconds, but a cold file system may take minutes to load them.
 RENDEZVOUS_SECONDS = 300.0
+MAX_PROCESSES = 1 << 20  # of a job
 UNFOLDED = 10_000  # columns of a table that is not on a terminal, and that names what users named
 
 

@@ -27,7 +27,14 @@ from ..exchange import (
     sentence,
 )
 from .rank import is_launched
-from .usage import INTERRUPTED, RENDEZVOUS_SECONDS, UsageError, check_seconds, report
+from .usage import (
+    INTERRUPTED,
+    MAX_PROCESSES,
+    RENDEZVOUS_SECONDS,
+    UsageError,
+    check_seconds,
+    report,
+)
 
 # Seconds after which a rank reports for whom it waits.
 _SILENT_SECONDS = 10.0
@@ -35,7 +42,6 @@ _SILENT_SECONDS = 10.0
 _NAME_SECONDS = 10.0
 # Seconds after which a rank looks again whether rank 0 has begun another meeting.
 _LOOK_SECONDS = 0.5
-_MAX_RANKS = 1 << 20
 _HOST_OF_RANK_0 = "MASTER_ADDR", "the name or the address of rank 0's host"
 # Seconds that an interrupted rank, which may serve the store, leaves the others to read why.
 _PARTING_SECONDS = 0.5
@@ -57,7 +63,7 @@ class World:
 
 def choose_device(name: str) -> torch.device:
     """The device that `--device` names: of GPUs, one for each process of this machine."""
-    num_processes = read_integer("LOCAL_WORLD_SIZE", 1, _MAX_RANKS, 1)
+    num_processes = read_integer("LOCAL_WORLD_SIZE", 1, MAX_PROCESSES, 1)
     rank = read_integer("LOCAL_RANK", 0, num_processes - 1, 0)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and num_gpus < num_processes):
@@ -96,7 +102,7 @@ def joined_world(
             f"RANK is set without {', '.join(missing)}: start the ranks with torchrun, or unset "
             "RANK to run one process"
         )
-    size = read_integer("WORLD_SIZE", 1, _MAX_RANKS)
+    size = read_integer("WORLD_SIZE", 1, MAX_PROCESSES)
     rank = read_integer("RANK", 0, size - 1)
     local_size = read_integer("LOCAL_WORLD_SIZE", 1, size, size)
     local_rank = read_integer("LOCAL_RANK", 0, local_size - 1)
