@@ -130,7 +130,8 @@ OTHERS = (
     *("tests/benchmarks/test_bench_cuda_timing.py", "tests/benchmarks/test_bench_cuda_cases.py"),
 )
 
-BUILD = Stage("build", 145, ("{python}", "setup.py", "build_ext", "--inplace", "--force"), needs=())
+COMPILE = ("{python}", "setup.py", "build_ext", "--inplace", "--force")
+BUILD = Stage("build", 145, COMPILE, needs=("a GPU",))
 WITH_ABLATIONS = (*Stage.needs, "ablations")
 # One kernel, on which all others depend; the smoke test is of all kernels.
 GATE = pytest(

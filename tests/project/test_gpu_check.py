@@ -96,6 +96,28 @@ def test_the_time_of_a_call_ends_it(tmp_path: Path) -> None:
     assert {"not run: no time is left", "not run: needs a GPU"} <= results
 
 
+def test_nothing_is_compiled_where_there_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take minutes, for stages that cannot run."""
+    (tmp_path / "bin").mkdir()
+    for name, text in {"nvidia-smi": "exit 9", "python": 'echo "$*" >>"$CALLS"'}.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("CALLS", str(calls))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHON", str(tmp_path / "bin/python"))
+    command = [sys.executable, ROOT / "scripts/gpu_check.py", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    stages = json.loads((tmp_path / "out/check.json").read_text())["stages"]
+    assert done.returncode == 1
+    assert "xdist" in calls.read_text() and "setup.py" not in calls.read_text()
+    results = {x["stage"]: x["result"] for x in stages if x["stage"] != "machine"}
+    assert results["build"] == "not run: needs a GPU"
+    assert all(result.startswith("not run: needs ") for result in results.values())
+
+
 def test_a_given_extension_has_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would be taken for the build, and no stage would have kernels."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
