@@ -2,22 +2,35 @@
 """`tree-attention COMMAND`, or `python -m tree_attention COMMAND`: one file per command in `cli/`,
 imported when asked for."""
 
-import argparse
-import importlib
-import os
 import sys
-from contextlib import suppress
-from typing import NoReturn
-
-from ._environment import VariableError
-from ._loader import ExtensionError, __version__, has_extension
-from ._memory import is_out_of_memory
 
 try:
+    import argparse
+    import importlib
+    import os
+    from contextlib import suppress
+    from typing import NoReturn
+
+    from ._environment import VariableError
+    from ._loader import ExtensionError, __version__, has_extension
+    from ._memory import is_out_of_memory
     from .cli.rank import INTERRUPTED_STATUS, is_launched
-    from .cli.usage import INTERRUPTED, Parser, UsageError, end_with, is_root, program, report
+    from .cli.usage import (
+        INTERRUPTED,
+        Parser,
+        UsageError,
+        end_with,
+        is_root,
+        program,
+        report,
+        show_cursor,
+    )
 except ModuleNotFoundError as error:
     sys.exit(f"tree_attention: {error}. Every command needs: pip install numpy rich")
+except MemoryError:
+    sys.exit("tree_attention: this process gets too little memory to begin")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 COMMANDS = {
     "info": "print versions, backends and what is unavailable",
@@ -30,6 +43,8 @@ COMMANDS = {
     "calibrate": "time the exchanges between ranks, for strategy='auto'",
     "plan": "estimate memory and times of a model on several ranks",
 }
+
+_NO_MEMORY = "this process gets no more memory: free some, or raise its limit (`ulimit -v`)"
 
 
 def main(arguments: list[str]) -> int:
@@ -65,6 +80,8 @@ def main(arguments: list[str]) -> int:
         return end_with(parsed.command, error, 1)
     except ExtensionError as error:
         return end_with(parsed.command, error, 1)
+    except MemoryError:
+        return end_with(parsed.command, _NO_MEMORY, 1)
     except ModuleNotFoundError as error:
         if error.name not in ("numpy", "torch"):
             raise
@@ -74,6 +91,10 @@ def main(arguments: list[str]) -> int:
         else:
             missing += f". Run: pip install {error.name}"
         return end_with(parsed.command, missing, 1)
+    except ImportError as error:
+        if not is_out_of_memory(error):
+            raise
+        return end_with(parsed.command, f"{_NO_MEMORY} ({error})", 1)
     except KeyboardInterrupt:
         return interrupted(parsed.command)
     except OSError as error:  # a full disk under the output, say
@@ -88,8 +109,10 @@ def is_of_ranks(error: RuntimeError) -> bool:
 
 def interrupted(command: str) -> int:
     """Reports an interrupt once, unless a launcher does, and returns the exit status."""
-    if is_root() and not is_launched():
-        report(command, "interrupted; all ranks end")
+    if is_root():
+        if not is_launched():
+            report(command, "interrupted; all ranks end")
+        show_cursor()
     return INTERRUPTED_STATUS
 
 
@@ -115,7 +138,12 @@ def console() -> NoReturn:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     # What the terminal's character set lacks is shown by its number, as on stderr.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    end(main(sys.argv[1:]))
+    try:
+        status = main(sys.argv[1:])
+    except KeyboardInterrupt:  # before a command begins, or while it ends
+        status = INTERRUPTED_STATUS
+        show_cursor()
+    end(status)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True for what Python's and torch's allocators raise. torch's allocators of the host's memory
     have no class for it: of the two texts, the second is page-locked memory's."""
     torch = sys.modules.get("torch")
+    if isinstance(error, ImportError):  # in the words of the loader of shared libraries
+        return any(x in str(error) for x in ("failed to map segment", "cannot allocate memory"))
     says = "can't allocate memory", "CUDA error: out of memory"
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True

@@ -418,6 +418,61 @@ def test_a_tensor_without_memory_ends_a_command_in_a_sentence(
     assert re.fullmatch(words + "\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (MemoryError(), ""),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            r" \(libtorch_cpu.so: failed to map segment from shared object\)",
+        ),
+    ],
+)
+def test_imports_without_memory_end_a_command_in_a_sentence(
+    error: Exception,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(generate, "main", fail)
+    assert main(["generate"]) == 1
+    sentence = f"generate: this process gets no more memory: free some, .*{reason}\n"
+    assert re.fullmatch(sentence, capsys.readouterr().err)
+
+
+def test_another_import_that_fails_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arguments: list[str]) -> int:
+        raise ImportError("cannot import name 'x'")
+
+    monkeypatch.setattr(generate, "main", fail)
+    with pytest.raises(ImportError, match="cannot import name"):
+        main(["generate"])
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "says"),
+    [("KeyboardInterrupt", 130, ""), ("MemoryError", 1, "tree_attention: this process gets too ")],
+)
+def test_what_ends_python_before_a_command_begins(
+    raised: str, status: int, says: str, tmp_path: Path
+) -> None:
+    """While it imports what all commands need."""
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich/__init__.py").write_text(f"raise {raised}")
+    path = f"{tmp_path}:{Path(tree_attention.__file__).parents[1]}"
+    done = subprocess.run(
+        [sys.executable, "-m", "tree_attention", "--version"],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status and done.stdout == ""
+    assert done.stderr.startswith(says) and done.stderr.count("\n") == bool(says)
+
+
 def test_another_rank_without_memory_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

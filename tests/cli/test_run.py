@@ -256,11 +256,11 @@ def test_ranks_end_with_a_launcher_that_is_killed(program: Path) -> None:
         assert launcher.stdout.read() == ""
 
 
-def on_a_terminal(*arguments: object) -> tuple[int, int]:
-    """A command's process, and the terminal that it is on."""
+def on_a_terminal(words: list[str]) -> tuple[int, int]:
+    """A process, and the terminal that it is on."""
     pid, terminal = pty.fork()
     if pid == 0:
-        os.execve(sys.executable, command(*arguments), environment())
+        os.execve(sys.executable, words, environment())
     return pid, terminal
 
 
@@ -277,7 +277,7 @@ def read_until(terminal: int, is_enough: object) -> bytes:
 
 
 def test_ctrl_c_is_silent(program: Path) -> None:
-    pid, terminal = on_a_terminal("-n", 2, program, "wait")
+    pid, terminal = on_a_terminal(command("-n", 2, program, "wait"))
     read_until(terminal, lambda text: text.count(b"ready") == 2)
     os.write(terminal, b"\x03")
     assert read_until(terminal, None) in (b"^C", b"\r\n^C")
@@ -289,16 +289,57 @@ def test_a_rank_that_is_killed_leaves_a_cursor(
     program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    pid, terminal = on_a_terminal("-n", 1, program, "killed at a bar")
+    pid, terminal = on_a_terminal(command("-n", 1, program, "killed at a bar"))
     text = read_until(terminal, None)
     assert text.rfind(b"\x1b[?25h") > text.rfind(b"\x1b[?25l") >= 0
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 137
     os.close(terminal)
 
 
+def test_no_cursor_is_shown_where_there_is_no_terminal(program: Path) -> None:
+    """Also where a variable has rich colour what is written into a file."""
+    done = ended("-n", 1, program, "killed at a bar", FORCE_COLOR="1", TERM="xterm")
+    assert done.returncode == 137
+    assert "\x1b[?25l" in done.stdout and "\x1b[?25h" not in done.stdout + done.stderr
+
+
+INTERRUPTED = """
+import sys
+from tree_attention import __main__ as program
+from tree_attention.cli import info
+
+def begin(arguments):
+    print("\\x1b[?25l", end="", flush=True)
+    raise KeyboardInterrupt
+
+if sys.argv[1] == "command":
+    info.main = begin
+else:
+    program.main = begin
+sys.argv[1:] = ["info"]
+program.console()
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "said"), [("command", b"info: interrupted; all ranks end"), ("before", b"")]
+)
+def test_an_interrupt_leaves_a_cursor(
+    when: str, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that comes while a bar of progress begins, which then never ends."""
+    monkeypatch.setenv("TERM", "xterm")
+    pid, terminal = on_a_terminal([sys.executable, "-c", INTERRUPTED, when])
+    text = read_until(terminal, None)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    assert text.rfind(b"\x1b[?25h") > text.rfind(b"\x1b[?25l") >= 0
+    assert said in text and b"Traceback" not in text
+    os.close(terminal)
+
+
 def test_ranks_that_are_deaf_are_ended(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second Ctrl-C ends them at once; the first waits for what they may be saving."""
-    pid, terminal = on_a_terminal("-n", 2, program, "deaf")
+    pid, terminal = on_a_terminal(command("-n", 2, program, "deaf"))
     read_until(terminal, lambda text: text.count(b"ready") == 2)
     os.write(terminal, b"\x03")
     time.sleep(0.3)

@@ -17,7 +17,7 @@ from typing import Any
 
 from .._environment import VariableError, read_integer
 from . import rank as rank_program
-from .usage import UsageError, argument_parser, plain_console, report
+from .usage import UsageError, argument_parser, report, show_cursor
 
 MAX_RANKS = 1024
 _MAX_THREADS = 1 << 16
@@ -142,7 +142,7 @@ def launch(command: str, num_ranks: int, words: Sequence[str]) -> int:
                     rank.process.wait()
             # A bar of progress hides the cursor, and whoever is killed leaves it hidden.
             if any(rank.process.returncode < 0 for rank in ranks):
-                plain_console(stderr=True).show_cursor()
+                show_cursor()
             if ended_by is not None:
                 return 128 + ended_by
             failed = [rank for rank in ranks if rank.has_failed]

@@ -150,6 +150,12 @@ def report(command: str, message: object) -> None:
     plain_console(stderr=True).print(printable(f"{command}: {message}"), style="red")
 
 
+def show_cursor() -> None:
+    """Shows the cursor, which a bar of progress hides and may leave so where it is cut off."""
+    if sys.stderr.isatty():  # and not as rich asks, which FORCE_COLOR answers
+        plain_console(stderr=True).show_cursor()
+
+
 def is_root() -> bool:
     """True where this process talks to the user: rank 0 of torchrun's, or a process alone."""
     return os.environ.get("RANK", "0") == "0"
