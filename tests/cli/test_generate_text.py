@@ -15,7 +15,7 @@ import pytest
 import tree_attention
 from distributed import AMPLE_SECONDS
 from tree_attention.__main__ import main
-from tree_attention.cli import generate
+from tree_attention.cli import generate, prepare
 
 pytest.importorskip("transformers")
 
@@ -128,6 +128,23 @@ def test_a_prompt_that_is_too_long_is_told_once(
         log.removeHandler(caplog.handler)
     assert "generate: the prompt has 9000 tokens and 64 are to follow" in capsys.readouterr().err
     assert "Token indices" not in caplog.text
+
+
+def test_a_text_that_is_too_long_is_told_before_the_weights_are_read(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """These may take minutes."""
+    for command in (generate, prepare):
+        monkeypatch.setattr(command, "load_model", lambda *_: pytest.fail("weights were read"))
+    model, file = ("--model", str(checkpoint)), tmp_path / "long.txt"
+    file.write_text("a" * 9000)
+    assert main(["generate", *model, "--prompt-file", str(file)]) == 2
+    assert "generate: the prompt has 9000 tokens and 64 are to" in capsys.readouterr().err
+    assert main(["prepare", *model, "--out", str(tmp_path / "document"), str(file)]) == 2
+    assert "the document has 9000 tokens, and the model has 8192" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

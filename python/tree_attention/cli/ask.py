@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     for number, ids in enumerate(questions, 1):
         if not ids:
             raise UsageError(f"question {number} of {len(questions)} has no tokens: leave it out")
-    limit = num_positions(model)
+    limit = num_positions(model.config)
     longest = len(document) + max(map(len, questions)) + arguments.max_new_tokens
     if limit is not None and longest > limit:
         raise UsageError(

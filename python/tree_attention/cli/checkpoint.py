@@ -16,21 +16,20 @@ _TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
 # Other keys of generation_config.json that change no token, and values that ask for nothing.
 _REMARKS = "_from_model_config", "transformers_version", "use_cache"
 _DEFAULTS = None, False, 1
+# Nothing in the directory is run: neither Python files nor pickles.
+_ITS_OWN: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load(path: Path, **options: Any) -> Any:
     """The model of a checkpoint, loaded with `options` of `from_pretrained`, or UsageError."""
-    from transformers import AutoConfig
-
     from ..weights.checkpoint.reading import some
     from ..weights.text import class_to_load
 
+    config = load_config(path)
     with damages_named(path):
-        its_own = {"local_files_only": True, "trust_remote_code": False}
-        config = AutoConfig.from_pretrained(path, **its_own)
         loaded: Any = class_to_load(config).from_pretrained(
             path,
-            **its_own,
+            **_ITS_OWN,
             use_safetensors=True,
             output_loading_info=True,
             **options,
@@ -47,6 +46,14 @@ def load(path: Path, **options: Any) -> Any:
             f"{some(extra)}; copy or download both again"
         )
     return model.eval()
+
+
+def load_config(path: Path) -> Any:
+    """The configuration of a checkpoint, or UsageError."""
+    from transformers import AutoConfig
+
+    with damages_named(path):
+        return AutoConfig.from_pretrained(path, **_ITS_OWN)
 
 
 def is_quantised(path: Path) -> bool:
@@ -89,11 +96,11 @@ def make_greedy(model: Any, path: Path) -> list[str]:
     )
 
 
-def num_positions(model: Any) -> int | None:
-    """The tokens that the model's text may have, or None where its configuration names no limit."""
+def num_positions(config: Any) -> int | None:
+    """The tokens that a model's text may have, or None where its configuration names no limit."""
     from ..weights.text import text_config
 
-    limit: int | None = getattr(text_config(model.config), "max_position_embeddings", None)
+    limit: int | None = getattr(text_config(config), "max_position_embeddings", None)
     return limit
 
 
@@ -112,8 +119,7 @@ def load_tokenizer(path: Path) -> Any:
     check_checkpoint(path)
     with damages_named(path):
         check_config_file(path / "config.json", "the configuration")
-        # Nothing in the directory is run: neither Python files nor pickles.
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, **_ITS_OWN)
 
 
 def pad_token(tokenizer: Any) -> int | None:

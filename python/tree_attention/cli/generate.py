@@ -371,7 +371,7 @@ def strategy_names() -> list[str]:
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..exchange import ExchangeError
-    from .checkpoint import load_tokenizer, make_greedy, num_positions, pad_token
+    from .checkpoint import load_config, load_tokenizer, make_greedy, num_positions, pad_token
 
     world = part.world
     if arguments.far and device.type != "cuda":
@@ -381,6 +381,19 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
         )
     tokenizer = load_tokenizer(arguments.model)
     text = in_template(tokenizer, arguments) if arguments.chat else arguments.text
+    # Not verbose: of a prompt that is too long it would foretell errors of indices.
+    encoded = tokenizer(
+        text, return_tensors="pt", add_special_tokens=not arguments.chat, verbose=False
+    )
+    input_ids = encoded["input_ids"].to(device)
+    num_tokens, limit = input_ids.shape[1], num_positions(load_config(arguments.model))
+    if num_tokens == 0:
+        raise UsageError("the prompt is empty: the model needs at least one token to begin with")
+    if limit is not None and num_tokens + arguments.max_new_tokens > limit:
+        raise UsageError(
+            f"the prompt has {num_tokens} tokens and {arguments.max_new_tokens} are to follow, but "
+            f"the model has {limit} positions: shorten the prompt or --max-new-tokens"
+        )
     model = load_model(arguments, part, device)
     unused = make_greedy(model, arguments.model)
     if unused and world.root:
@@ -390,19 +403,6 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from .. import hf
     from . import generation
 
-    # Not verbose: of a prompt that is too long it would foretell errors of indices.
-    encoded = tokenizer(
-        text, return_tensors="pt", add_special_tokens=not arguments.chat, verbose=False
-    )
-    input_ids = encoded["input_ids"].to(device)
-    num_tokens, limit = input_ids.shape[1], num_positions(model)
-    if num_tokens == 0:
-        raise UsageError("the prompt is empty: the model needs at least one token to begin with")
-    if limit is not None and num_tokens + arguments.max_new_tokens > limit:
-        raise UsageError(
-            f"the prompt has {num_tokens} tokens and {arguments.max_new_tokens} are to follow, but "
-            f"the model has {limit} positions: shorten the prompt or --max-new-tokens"
-        )
     pad = pad_token(tokenizer)
     if arguments.attention == "sdpa":
         cache: Any = DynamicCache(config=model.config)

@@ -87,18 +87,12 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
     from ..exchange import ExchangeError
-    from .checkpoint import load_tokenizer, make_greedy, num_positions, pad_token
+    from .checkpoint import load_config, load_tokenizer, make_greedy, num_positions, pad_token
 
     tokenizer = load_tokenizer(arguments.model)
     # Not verbose: of a text that is too long it would foretell errors of indices.
     ids = tokenizer(arguments.text, return_tensors="pt", verbose=False)["input_ids"].to(device)
-    model = load_model(arguments, part, device)
-    make_greedy(model, arguments.model)
-    from .. import hf
-    from ..hf.cache.snapshot.files import save
-    from . import generation
-
-    num_tokens, limit = ids.shape[1], num_positions(model)
+    num_tokens, limit = ids.shape[1], num_positions(load_config(arguments.model))
     if num_tokens == 0:
         raise UsageError(f"FILE {arguments.file}: the document has no tokens")
     if limit is not None and num_tokens >= limit:
@@ -106,6 +100,12 @@ def run(arguments: argparse.Namespace, part: Part, device: torch.device) -> int:
             f"FILE {arguments.file}: the document has {num_tokens} tokens, and the model has "
             f"{limit} positions, of which questions need some: shorten the document"
         )
+    model = load_model(arguments, part, device)
+    make_greedy(model, arguments.model)
+    from .. import hf
+    from ..hf.cache.snapshot.files import save
+    from . import generation
+
     cache = hf.TreeCache(model.config, **cache_options(arguments, part, model))
     pad = pad_token(tokenizer)
     with generation.Screen(part.world.root, arguments.text, num_tokens, model, tokenizer) as screen:
