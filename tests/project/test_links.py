@@ -19,7 +19,10 @@ FOLDERS = (
     "tests",
 )
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in ROOT.glob(f"{name}/**/*.md"))]
+    page
+    for pattern in ("*.md", *(f"{name}/**/*.md" for name in FOLDERS))
+    for page in ROOT.glob(pattern)
+    if ".environments" not in page.parts  # of other engines, whose packages have pages
 )
 # Results that are kept by hand, or filled in by a program, without the header of a report.
 RECORDS = {"cpu_kernel_variants", "cuda_compiled", "cuda_first_run", "cuda_predicted", "referee"}

@@ -458,6 +458,16 @@ def test_newest_tested_transformers_is_the_pinned_one():
     assert f"5.23 and {release}." in (hf.__doc__ or "")
 
 
+def test_environments_of_other_engines_are_not_distributed():
+    """They are gigabytes, in a folder that is."""
+    lines = (ROOT / ".gitignore").read_text().splitlines()
+    ignored = [line.strip("/") for line in lines if line.startswith("/benchmarks/")]
+    rules = (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert ignored and all(f"prune {folder}" in rules for folder in ignored)
+    grafted = rules.index("graft benchmarks")
+    assert all(rules.index(f"prune {folder}") > grafted for folder in ignored)
+
+
 @pytest.mark.deep
 def test_source_distribution_is_complete(tmp_path):
     commands = f"--quiet egg_info --egg-base {tmp_path} sdist --dist-dir {tmp_path}"
@@ -480,7 +490,7 @@ def test_source_distribution_is_complete(tmp_path):
             ("benchmarks", "*.py"),
         ]
         for path in (ROOT / folder).rglob(pattern)
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not {"__pycache__", ".environments"} & {*path.parts}
     }
     needed |= {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"}
     needed |= {"python/tree_attention/py.typed"}
