@@ -27,7 +27,7 @@ from tree_attention.vllm.watch import LOST_STATUS  # noqa: E402
 
 TIMEOUT = 6  # seconds of --cpu-distributed-timeout-seconds
 END_SECONDS = TIMEOUT + 2  # after which no process is left when a host is lost
-READY_SECONDS = 280
+READY_SECONDS = 600  # in which a server starts beside other work; to import vLLM takes minutes then
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 IS_EMULATED = unsupported() is None
 HOST0 = "host0" if IS_EMULATED else "127.0.0.1"

@@ -25,7 +25,16 @@ try:
 except importlib.metadata.PackageNotFoundError:
     pytest.skip("vLLM is not installed: scripts/test_vllm.sh", allow_module_level=True)
 
-from engine_on_hosts import ENVIRONMENT, HOST0, IS_EMULATED, OF_ALL, ROOT, Hosts, several_hosts
+from engine_on_hosts import (
+    ENVIRONMENT,
+    HOST0,
+    IS_EMULATED,
+    OF_ALL,
+    READY_SECONDS,
+    ROOT,
+    Hosts,
+    several_hosts,
+)
 from test_engines import PROMPTS, TOKENS
 
 
@@ -100,7 +109,7 @@ def test_a_host_that_is_lost_while_the_engine_starts(hosts: Hosts, model: Any) -
     path = model("llama")
     hosts.start(0, hosts.command(path, 0, "-tp", "2"))
     hosts.start(1, hosts.command(path, 1, "-tp", "2", "--headless"))
-    end = time.monotonic() + 60
+    end = time.monotonic() + READY_SECONDS
     while "attention and exchange between hosts" not in hosts.log(1):
         assert time.monotonic() < end, hosts.logs()
         time.sleep(0.1)
@@ -186,17 +195,17 @@ def test_the_page_of_a_served_passkey(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_hosts_that_do_not_fit(
     hosts: Hosts, model: Any, second: tuple[str, ...], sentence: str
 ) -> None:
-    path, begin = model("llama"), time.monotonic()
+    path = model("llama")
     first = hosts.start(0, hosts.command(path, 0))
     other = hosts.start(1, hosts.command(path, 1, *second))
-    assert other.wait(60) == 2
-    assert re.search(sentence, hosts.log(1)) and time.monotonic() - begin < 60
+    assert other.wait(READY_SECONDS) == 2
+    assert re.search(sentence, hosts.log(1))
     if "--max-model-len" in second:
-        assert first.wait(10) == 2 and sentence in hosts.log(0)
+        assert first.wait(60) == 2 and sentence in hosts.log(0)
 
 
 def test_a_first_host_that_is_not_there(hosts: Hosts, model: Any) -> None:
-    path, begin = model("llama"), time.monotonic()
+    path = model("llama")
     other = hosts.start(0, hosts.command(path, 1, "--headless"))
-    assert other.wait(60) == 2 and time.monotonic() - begin < 60
+    assert other.wait(READY_SECONDS) == 2
     assert f"no answer from {HOST0}:29501 in 30 s" in hosts.log(0)
