@@ -8,7 +8,8 @@ from typing_extensions import Unpack
 from .decode_call import DECODE_DEFAULTS, DECODE_SCHEMA, DecodeCall, DecodeOptions, fake_decode
 from .deterministic import check_size, decode_by_blocks
 from .exchange import MERGE_DEFAULTS, Communicator, collective, get_communicator
-from .options import AttentionOptions, check_values, lists_options
+from .ops import lean_decode
+from .options import AttentionOptions, lists_options
 
 
 @lists_options(DecodeOptions, DECODE_DEFAULTS, AttentionOptions)
@@ -93,9 +94,8 @@ def tree_decode(
         if block_size := check_size("tree_decode", deterministic):
             return decode_by_blocks(comm, call, decode, block_size)
         if comm.world_size == 1:
-            return decode.attend(decode.exchange.out_dtype)
-        check_values("tree_decode", "o and lse", q)
+            return lean_decode(**decode.arguments, out_dtype=decode.exchange.out_dtype)
         state = comm.state(decode.shape, q.device, decode.exchange.payload_dtype)
-        decode.attend(out=(state.o, state.lse))
+        lean_decode(**decode.arguments, out=(state.o, state.lse))
         fields, exchange, queries = decode.signature, decode.exchange, decode.queries
         return comm.merge(call, fields, state, exchange, queries, explain=explain)

@@ -4,7 +4,6 @@
 from collections.abc import Container, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .exchange import (
@@ -16,7 +15,7 @@ from .exchange import (
     Signature,
     fake_merge,
 )
-from .ops import check_decode, lean_decode
+from .ops import check_decode
 from .options import (
     ATTENTION_DEFAULTS,
     ATTENTION_SCHEMA,
@@ -89,19 +88,9 @@ class DecodeCall:
         return {**own, **self.attention}
 
     def check(self) -> None:
-        """Raises what `attend` would, before anything is computed or sent."""
+        """Raises what `lean_decode` would, before anything is computed or sent."""
         check_decode(**self.arguments)
         check_values(self.op, "q", self.q)
-
-    def attend(
-        self,
-        out_dtype: torch.dtype | None = None,
-        out: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The state over this rank's keys."""
-        return lean_decode(
-            self.q, self.k, self.v, self.key_ranges, out_dtype=out_dtype, out=out, **self.attention
-        )
 
     @property
     def signature(self) -> Signature:

@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 from .._numbers import DEFAULT_TIMEOUT
 from ..index import merge_topk
 from ..ops import merge_states
+from ..options import check_values
 from .agreement.group_lock import GroupLock, NoLock, lock_of
 from .agreement.queries import Queries, warn_of_rounding
 from .agreement.self_test import merge_digest
@@ -437,6 +438,7 @@ class Communicator:
     ) -> tuple[Tensor, Tensor]:
         """Merges all ranks' `state` as `call`; the fields of `signature` must be equal on all."""
         layout, device = state.layout, state.device
+        check_values(call.op, "o and lse", state.send)
         if (host := self.meeting_device(device)) != device:
             there = self.state((*layout.shape, layout.head_dim), host, options.payload_dtype)
             there.send.copy_(state.send)
