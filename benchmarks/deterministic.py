@@ -23,11 +23,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks.harness.accuracy import Float64Check
-from benchmarks.harness.measure import InputArena, pin_threads, time_in_step
+from benchmarks.harness.measure import InputArena, decode_set, pin_threads, time_in_step
 from benchmarks.harness.program import add_out, finish
 from benchmarks.harness.ranks import Ranks, slowest_rank
 from benchmarks.harness.report import Report, columns_of, environment
-from benchmarks.tree import decode_set
 from tree_attention import BlockCyclic, tree_decode
 from tree_attention.cli.world import joined_world
 from tree_attention.exchange import Communicator

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
-from benchmarks import llama
+from benchmarks.harness import llama_model
 from benchmarks.harness.measure import Load, load_warnings, pin_threads, time_in_step
 from benchmarks.harness.program import finish, parser_of, progress_bar, shown
 from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
@@ -61,7 +61,7 @@ class Shape:
 
 
 def _llama(layers: int, vocab_size: int, **changes: Any) -> Any:
-    return llama.configuration(layers, vocab_size=vocab_size, **changes)
+    return llama_model.configuration(layers, vocab_size=vocab_size, **changes)
 
 
 def _shapes() -> dict[str, Shape]:
@@ -118,12 +118,12 @@ def run_case(case: DocumentCase, tokens: int, allowed: set[int]) -> dict[str, An
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="tree_attention"
         )
-    model = llama.fill_with_repeated_numbers(model)
+    model = llama_model.fill_with_repeated_numbers(model)
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
     questions = tokenizer(list(QUESTIONS), return_tensors="pt", add_special_tokens=False)
     questions = questions["input_ids"]
     cache = TreeCache(config, kv_dtype=case.kv_dtype)
-    llama.fill(cache, config, case.document)
+    llama_model.fill(cache, config, case.document)
     document_bytes = cache.num_bytes
 
     def read(asked: Tensor, into: TreeCache) -> Tensor:
@@ -200,7 +200,7 @@ def ask(model: Any, case: DocumentCase) -> dict[str, Any]:
 def save_on_rank(spec: dict[str, Any], _: Ranks) -> None:
     """The document, as `tree_attention prepare` writes it."""
     config = SHAPES[spec["shape"]].config
-    cache = llama.fill(TreeCache(config, kv_dtype=spec["kv_dtype"]), config, spec["document"])
+    cache = llama_model.fill(TreeCache(config, kv_dtype=spec["kv_dtype"]), config, spec["document"])
     arguments = argparse.Namespace(model=Path(spec["checkpoint"]), weight_dtype="auto")
     facts = facts_of(arguments, SimpleNamespace(dtype=torch.bfloat16))
     save(cache, spec["directory"], torch.zeros(1, spec["document"], dtype=torch.long), facts)

@@ -33,6 +33,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks.harness import published_shapes
+from benchmarks.harness.llama_model import make_model
 from benchmarks.harness.measure import Load
 from benchmarks.harness.places import (
     BARE,
@@ -45,7 +46,6 @@ from benchmarks.harness.places import (
 from benchmarks.harness.published_shapes import SHAPES
 from benchmarks.harness.ranks import Ranks, run_rank, start_ranks
 from benchmarks.harness.report import Column, Report, columns_of, environment, verdict
-from benchmarks.llama import make_model
 from tree_attention import hf
 from tree_attention.cli.generation import ArrivalRecorder
 from tree_attention.exchange import Communicator

@@ -29,6 +29,7 @@ from benchmarks.harness.measure import (
     MIN_ROUNDS,
     InputArena,
     Load,
+    decode_set,
     load_warnings,
     peak_memory_of,
     pin_threads,
@@ -117,19 +118,6 @@ def fill(case: ShardedCase, layout: BlockCyclic, rank: int, k: Tensor, v: Tensor
     assert k.shape == case.kv_shape(layout.count(rank, case.length))
     for x in (k, v):  # drawn on the host, so that they are the same on any device
         x.copy_(torch.empty(x.shape, dtype=x.dtype).normal_(generator=generator))
-
-
-def decode_set(
-    decode: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    sets: Sequence[tuple[Tensor, Tensor]],
-    index: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    result = decode(q, *sets[index], **options)
-    if q.is_cuda:
-        torch.cuda.synchronize()
-    return result
 
 
 def run_case(case: ShardedCase, arena: InputArena, seconds: float, ranks: Ranks) -> dict[str, Any]:

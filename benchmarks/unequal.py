@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])
 
+from benchmarks.harness.llama_model import fill, make_model
 from benchmarks.harness.measure import Load
 from benchmarks.harness.program import finish, parser_of
 from benchmarks.harness.report import Report, columns_of, environment, verdict
-from benchmarks.llama import fill, make_model
 from tree_attention import BlockCyclic, hf
 from tree_attention.exchange import get_communicator
 from tree_attention.hf import CACHE_NAME

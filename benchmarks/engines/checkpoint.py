@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from .. import llama
+from ..harness import llama_model
 
 LAYERS = 4
 LONGEST = 131072 + 1024
 
 
 def configuration(layers: int = LAYERS) -> LlamaConfig:
-    return llama.configuration(
+    return llama_model.configuration(
         layers,
         max_position_embeddings=LONGEST,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},  # which all engines have

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from .. import llama
+from ..harness import llama_model
 from ..harness.program import add_out, finish, progress_bar
 from ..harness.report import ROOT, Report, columns_of, commit, environment, write
 from .__main__ import ENVIRONMENTS, on, reason_of, rows_before
@@ -146,7 +146,7 @@ def make_checkpoint(directory: Path, kv_heads: int) -> Path:
     """The model, which is written where it is not yet."""
     path = directory / f"serving-{kv_heads}"
     if not (path / "model.safetensors").exists():
-        configuration = llama.configuration(
+        configuration = llama_model.configuration(
             LAYERS,
             vocab_size=VOCABULARY,
             num_key_value_heads=kv_heads,

@@ -223,6 +223,20 @@ class InputArena:
         return self._bytes.narrow(0, index * num_bytes, num_bytes).view(dtype).view(*shape)
 
 
+def decode_set(
+    decode: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    sets: Sequence[tuple[Tensor, Tensor]],
+    index: int,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`decode` over the keys and values of one set, once a GPU has them."""
+    result = decode(q, *sets[index], **options)
+    if q.is_cuda:
+        torch.cuda.synchronize()
+    return result
+
+
 class Load:
     """Shares of the machine's CPU time while the block ran; None where the system does not tell."""
 

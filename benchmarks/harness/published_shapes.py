@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from .. import llama
+from . import llama_model
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ DEEPSEEK_V2_LITE_ATTENTION: Mapping[str, Any] = {
 SHAPES = {
     "llama-3.2-1b": Shape(
         *("Llama 3.2 1B", "LlamaConfig", 16, 16),
-        llama.configuration(1).to_dict(),
+        llama_model.configuration(1).to_dict(),
     ),
     "qwen3-30b-a3b": Shape(
         *("Qwen3 30B A3B", "Qwen3MoeConfig", 4, 48),
@@ -109,7 +109,7 @@ def make(name: str, directory: Path) -> Path:
     config = getattr(transformers, shape.config)(**fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    llama.fill_with_repeated_numbers(model)
+    llama_model.fill_with_repeated_numbers(model)
     model.save_pretrained(path)
     return path
 

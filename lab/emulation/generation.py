@@ -4,7 +4,7 @@
     sudo .venv/bin/python -m lab.emulation.generation --out DIR
 
 Every host runs the model with random weights and keeps its share of a context of random keys and
-values; see llama.py.
+values; see benchmarks/harness/llama_model.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import transformers
 from torch import Tensor
 
 import tree_attention.hf.attention as attention_module
+from benchmarks.harness.llama_model import fill, make_model
 from benchmarks.harness.places import link_sentences, measure, milliseconds, report_of_places
 from benchmarks.harness.ranks import Ranks, run_rank
 from benchmarks.harness.report import Column, Report, columns_of
-from benchmarks.llama import fill, make_model
 from tree_attention import ring_decode
 from tree_attention.cli.generation import generate
 from tree_attention.exchange import Communicator

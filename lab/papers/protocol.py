@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.harness.llama_model import make_model
 from benchmarks.harness.program import add_device, add_out, check_device, finish
 from benchmarks.harness.ranks import Ranks, joined_device
 from benchmarks.harness.report import Report, verdict
-from benchmarks.llama import make_model
 from benchmarks.scaling import generate
 from tree_attention import hf, ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, StrategyName

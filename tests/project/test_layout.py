@@ -44,6 +44,18 @@ def test_the_lab_is_imported_by_itself_alone() -> None:
     assert not [path for path in library if path.exists() and imports_lab.search(path.read_text())]
 
 
+def test_the_harness_of_benchmarks_knows_no_program() -> None:
+    harness = sorted((ROOT / "benchmarks" / "harness").glob("*.py"))
+    assert len(harness) > 5
+    for module in harness:
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                first, *rest = (node.module or "").split(".")
+                assert node.level < 2 and (first != "benchmarks" or rest[:1] == ["harness"]), module
+            elif isinstance(node, ast.Import):
+                assert not any(x.name.split(".")[0] == "benchmarks" for x in node.names), module
+
+
 def _imports(module: Path) -> Iterator[tuple[str, ...]]:
     """The paths inside the package of what a module imports, wherever it does so: also inside
     functions, and for type checking."""
