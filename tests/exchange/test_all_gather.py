@@ -131,7 +131,7 @@ def refuse_alone(rank: int, world_size: int) -> Outcome:
     return failure(comm.all_gather, x, counts)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@by_world([2], [3])
 def test_refused_on_one_rank_alone(world_size: int) -> None:
     for seconds, _ in run_ranks(refuse_alone, world_size, fresh=True):
         assert seconds < TIMEOUT + SLACK
@@ -149,7 +149,7 @@ def lose_rank(rank: int, world_size: int, victim: int, how: str, size: int) -> O
     return outcome
 
 
-@pytest.mark.parametrize("how,size", [("kill", 10), ("kill", 1_000_000), ("stop", 10)])
+@pytest.mark.parametrize("how,size", tiers([("kill", 10), ("stop", 10)], [("kill", 1_000_000)]))
 @pytest.mark.parametrize("world_size,victim", tiers([(3, 2)], [(2, 0), (4, 1)]))
 def test_lost_ranks(world_size: int, victim: int, how: str, size: int) -> None:
     results = run_ranks(lose_rank, world_size, victim, how, size, lost=[victim])
@@ -158,7 +158,8 @@ def test_lost_ranks(world_size: int, victim: int, how: str, size: int) -> None:
         assert "message" in message, message
 
 
-@by_world([2], [1, 3])
+@pytest.mark.deep
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks(timeout=COMPILING)
 def test_in_a_graph(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=COMPILING)

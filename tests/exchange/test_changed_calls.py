@@ -18,6 +18,7 @@ from torch import Tensor
 
 from distributed import on_ranks, run_ranks
 from faults import AMPLE, KINDS, QUICK, SLACK, TIMEOUT, call, failure
+from tiers import tiers, tiers_of
 from tree_attention import (
     BlockCyclic,
     lean_decode,
@@ -54,7 +55,7 @@ def change_alone(rank: int, world_size: int, kind: str, before: int, after: int)
 
 @pytest.mark.parametrize("before,after", [(1, 3), (3, 1)])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size,direct", [(2, True), (3, False), (3, True)])
+@pytest.mark.parametrize("world_size,direct", tiers([(2, True), (3, False)], [(3, True)]))
 def test_shape_changed_on_one_rank(
     world_size: int, direct: bool, kind: str, before: int, after: int
 ) -> None:
@@ -157,7 +158,7 @@ def attend(kind: str, comm: Communicator, step: int) -> tuple[Tensor, Tensor, Te
     return o, lse, lean_decode(q, k, k)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiers_of(KINDS, quick=("all_gather", "ring")))
 @on_ranks(3)
 def test_step_left_out_by_one_rank(rank: int, world_size: int, kind: str) -> None:
     comm = Communicator(timeout=AMPLE)
@@ -266,7 +267,7 @@ def call_in_another_order(rank: int, world_size: int) -> str:
     return failure(comm.all_reduce, x, timeout=TIMEOUT)[1]
 
 
-@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("direct", tiers([False], [True]))
 def test_messages_of_two_communicators_of_a_group_do_not_meet(direct: bool) -> None:
     """Gloo would end a process where they are of different lengths."""
     for message in run_ranks(call_in_another_order, 2, direct=direct, fresh=True):

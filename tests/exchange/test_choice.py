@@ -63,7 +63,7 @@ def count_bytes(rank: int, world_size: int, nodes: str) -> dict[tuple[Any, ...],
 
 
 @pytest.mark.parametrize(
-    "nodes", tiers(["aa", "ab", "aaab", "aabbcc"], ["aaa", "aabb", "aaaaa", "aaaabbc"])
+    "nodes", tiers(["aa", "ab", "aaab"], ["aaa", "aabb", "aaaaa", "aabbcc", "aaaabbc"])
 )
 def test_bytes_of_the_formulas_are_those_sent(nodes: str) -> None:
     """By the rank that sends most."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from distributed import on_ranks, run_ranks
 from faults import AMPLE, QUICK, SLACK, TIMEOUT, assert_refuses_further_use, end_or_stall, failure
 from pairwise import each_pair, each_value
-from tiers import tiers
+from tiers import tiers, tiers_of
 from tree_attention import lean_decode, ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.agreement import queries
@@ -80,7 +80,9 @@ PROMPTS = [
 FIRST = each_value(x for x in PROMPTS if x[:2] == (2, torch.bfloat16))
 
 
-@pytest.mark.parametrize("world_size, dtype, kind, shape", tiers(FIRST, each_pair(PROMPTS, FIRST)))
+@pytest.mark.parametrize(
+    "world_size, dtype, kind, shape", tiers(FIRST[:2], [*FIRST[2:], *each_pair(PROMPTS, FIRST)])
+)
 def test_one_other_token_in_a_prompt(
     world_size: int, dtype: torch.dtype, kind: str, shape: tuple[int, ...]
 ) -> None:
@@ -132,7 +134,7 @@ def test_rounding_alone_is_accepted_with_a_warning(
         assert comm.bytes_sent - before == 3 * sent
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", tiers_of(DECODERS, quick=["tree"]))
 @on_ranks(3)
 def test_one_other_token_among_rounding_is_an_error(rank: int, world_size: int, kind: str) -> None:
     comm = Communicator(timeout=AMPLE)
@@ -230,7 +232,7 @@ def lose_a_rank(rank: int, world_size: int, how: str, lost: int) -> None:
     assert_refuses_further_use(comm)
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", tiers(["kill"], ["stop"]))
 @pytest.mark.parametrize("lost", tiers([0], [1]))
 def test_a_rank_is_lost_while_queries_are_compared(how: str, lost: int) -> None:
     run_ranks(lose_a_rank, 3, how, lost, lost=[lost])

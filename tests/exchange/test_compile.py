@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distributed import COMPILING, on_ranks, run_ranks
 from helpers import make_problem
-from tiers import by_world
+from tiers import by_world, tiers
 from tree_attention import Communicator, ExchangeError, all_merge_states, tree_decode
 
 CASES: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def decode(rank: int, world_size: int, backend: str, case: str) -> None:
         assert_same(compiled(*own), twice(*own))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers(["plain"], ["every option"]))
 @by_world([2], [1, 3])
 def test_tree_decode(world_size: int, case: str) -> None:
     run_ranks(decode, world_size, "aot_eager", case, timeout=COMPILING)
@@ -89,7 +89,8 @@ def test_all_merge_states_and_all_reduce(rank: int, world_size: int) -> None:
         assert_same(compiled(*states), both(*states))
 
 
-@by_world([2], [1])
+@pytest.mark.deep
+@pytest.mark.parametrize("world_size", [1, 2])
 @on_ranks(timeout=COMPILING)
 def test_gradients_are_refused_in_a_graph(rank: int, world_size: int) -> None:
     comm = Communicator(timeout=COMPILING)
@@ -125,7 +126,7 @@ def test_error_in_a_graph(rank: int, world_size: int) -> None:
 
 
 # Ranks of uneven heads: each has outputs of its own shape.
-@pytest.mark.parametrize("world_size", [1, 3])
+@by_world([1], [3])
 @on_ranks(timeout=COMPILING)
 def test_schemas_and_fakes(rank: int, world_size: int) -> None:
     ops = torch.ops.tree_attention

@@ -33,7 +33,7 @@ from faults import (
     end_or_stall,
     failure,
 )
-from tiers import tiers
+from tiers import by_world, tiers
 from tree_attention import merge_states
 from tree_attention.exchange import Communicator, ExchangeError
 from tree_attention.exchange.agreement import signatures as agreement
@@ -53,7 +53,7 @@ def survivors(results: list[Any]) -> list[Outcome]:
     return [result for result in results if not isinstance(result, Lost)]
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", tiers(["kill"], ["stop"]))
 @pytest.mark.parametrize("world_size,victim", tiers([(3, 0)], [(2, 0), (2, 1), (3, 2)]))
 def test_lost_before_the_first_exchange(world_size: int, victim: int, how: str) -> None:
     """Signatures are compared through a store that rank 0 serves, which may be the lost one."""
@@ -175,7 +175,7 @@ def raise_alone(rank: int, world_size: int, where: str) -> Outcome:
 
 
 @pytest.mark.parametrize("where", ["kernel", "strategy", "option", "timeout", "memory", "caller"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@by_world([2], [3])
 def test_rank_that_raised_alone_is_not_merged_with_another_step(
     world_size: int, where: str
 ) -> None:
@@ -214,7 +214,8 @@ def come_late(rank: int, world_size: int, first: bool) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("first", tiers([False], [True]))
+@pytest.mark.deep
+@pytest.mark.parametrize("first", [False, True])
 def test_late_rank_finds_the_others_gone(first: bool) -> None:
     for rank, (seconds, message) in enumerate(run_ranks(come_late, 3, first, fresh=True)):
         assert seconds < (QUICK if rank == 1 else TIMEOUT + SLACK)
@@ -269,7 +270,10 @@ def abort(rank: int, world_size: int, kind: str, first: bool) -> Outcome:
 
 @pytest.mark.parametrize(
     "kind,first",
-    [("all_gather", True), *((kind, False) for kind in ("all_gather", "three_allreduce", "ring"))],
+    tiers(
+        [("all_gather", True), ("ring", False)],
+        [("all_gather", False), ("three_allreduce", False)],
+    ),
 )
 def test_abort_from_another_thread(kind: str, first: bool) -> None:
     """While signatures are compared, amid messages, amid a collective, and around a ring."""
@@ -367,6 +371,7 @@ def test_a_rank_that_only_failed_is_not_compared() -> None:
     assert str(caught.value) == "rank 0 has failed: interrupted"
 
 
+@pytest.mark.deep
 @on_ranks(3)
 def test_errors_name_hosts(rank: int, world_size: int) -> None:
     """Two of the ranks are on a host of their own; who reads the error knows hosts."""

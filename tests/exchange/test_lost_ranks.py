@@ -35,12 +35,9 @@ from faults import (
     resources,
     right_or_failed,
 )
-from tiers import tiers, tiers_of
+from tiers import tiers
 from tree_attention.exchange import Communicator
 from tree_attention.exchange.agreement import session
-
-# A collective, steps of which each needs another, and a ring.
-KINDS_QUICK = ("all_gather",)
 
 
 def stop_ranks(rank: int, world_size: int, kind: str, folder: Path) -> None:
@@ -86,7 +83,8 @@ def stop_ranks_quickly(rank: int, world_size: int, kind: str, folder: Path) -> N
         stop_ranks(rank, world_size, kind, folder)
 
 
-@pytest.mark.parametrize("kind", tiers_of(KINDS, quick=KINDS_QUICK))
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", KINDS)
 def test_stopped_ranks(kind: str, tmp_path: Path) -> None:
     """All worlds at once: they wait most of the time."""
     with ThreadPoolExecutor() as pool:
@@ -122,7 +120,8 @@ def lose_one_after_another(rank: int, world_size: int, kind: str) -> None:
     assert_nothing_left(before)
 
 
-@pytest.mark.parametrize("kind", tiers_of(KINDS, quick=("all_gather",)))
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_ranks(kind: str) -> None:
     """Worlds of 5, 4, 3 and 2, of the same processes."""
     run_ranks(lose_one_after_another, 5, kind, lost=[1, 2, 3, 4])
@@ -151,6 +150,6 @@ def go_on_without_the_first(rank: int, world_size: int, how: str, folder: Path) 
     call("all_gather", Communicator())
 
 
-@pytest.mark.parametrize("how", ["kill", "stop"])
+@pytest.mark.parametrize("how", tiers(["kill"], ["stop"]))
 def test_ranks_go_on_without_the_one_that_served_the_store(how: str, tmp_path: Path) -> None:
     run_ranks(go_on_without_the_first, 3, how, tmp_path, lost=[0])

@@ -13,6 +13,7 @@ import torch
 from distributed import run_ranks
 from faults import AMPLE, QUICK, call, failure
 from test_changed_calls import add, agree, assert_goes_on, broadcast
+from tiers import tiers
 from tree_attention import BlockCyclic, ring_decode, ring_pass_q_decode, tree_decode
 from tree_attention.exchange import Communicator, Link
 from tree_attention.exchange.agreement.queries import Queries
@@ -22,7 +23,7 @@ from tree_attention.hf.cache.shard import Shard
 
 WORLDS = pytest.mark.parametrize(
     "world_size,direct,nodes",
-    [(2, True, None), (2, False, None), (2, True, "ab"), (3, True, "aab")],
+    tiers([(2, False, None), (2, True, "ab")], [(2, True, None), (3, True, "aab")]),
 )
 
 

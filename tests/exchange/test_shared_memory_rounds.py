@@ -76,6 +76,7 @@ def test_waits_end_at_the_deadline_and_when_closed() -> None:
         receive.run(AMPLE, True)
 
 
+@pytest.mark.deep
 def test_long_waits_leave_the_cores_to_others() -> None:
     x = torch.zeros(1, dtype=torch.uint8)
     used = []

@@ -123,7 +123,7 @@ SLACK = 24 << 20  # what the allocator keeps
 KINDS = (*strategies(), "ring", "ring of queries", "all_reduce", "all_gather")
 
 
-@pytest.mark.parametrize("kind", tiers_of(KINDS, quick=("two_phase", "ring of queries")))
+@pytest.mark.parametrize("kind", tiers_of(KINDS, quick=("two_phase",)))
 def test_a_large_call_leaves_little_behind(kind: str) -> None:
     run_ranks(large_then_small, 2, kind, fresh=True)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from distributed import AMPLE_SECONDS, on_ranks, run_ranks
 from faults import AMPLE
-from tiers import tiers
+from tiers import by_world, tiers
 from tree_attention import (
     Communicator,
     ExchangeError,
@@ -90,7 +90,7 @@ def hammer(rank: int, world_size: int) -> tuple[int, list[str]]:
     return sum(right), errors
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@by_world([2], [3])
 def test_calls_of_two_threads_are_never_mixed(world_size: int) -> None:
     for right, errors in run_ranks(hammer, world_size, fresh=True):
         assert right + len(errors) == 2 * CALLS
@@ -412,7 +412,7 @@ def fork(rank: int, world_size: int, when: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "when", ["before any call", "after a communicator was made", "after a call"]
+    "when", tiers(["after a call"], ["before any call", "after a communicator was made"])
 )
 def test_forked_child_is_refused_and_the_parent_goes_on(when: str) -> None:
     texts = run_ranks(fork, 2, when, fresh=True)[0]
@@ -474,7 +474,8 @@ assert compute(3)
 """
 
 
-@pytest.mark.parametrize("before", tiers(["ours"], ["nothing", "torch", "another thread"]))
+@pytest.mark.deep
+@pytest.mark.parametrize("before", ["ours", "nothing", "torch", "another thread"])
 def test_loops_of_a_forked_child_have_threads_of_its_own(before: str) -> None:
     """Whatever the parent ran before: OpenMP's threads, if it has some, stayed with it."""
     subprocess.run([sys.executable, "-c", CHILDREN, before], check=True, timeout=AMPLE_SECONDS)
