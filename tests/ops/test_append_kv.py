@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers import make_strided, to_device
+from tiers import tiers
 from tree_attention import append_kv, lean_decode, reference
 from tree_attention.reference.attention import LARGEST
 
@@ -148,7 +149,7 @@ def test_nothing_to_append(batch, heads, tokens, device):
 
 
 @pytest.mark.gpu("torch.compile")
-@pytest.mark.parametrize("page_size", [0, 4], ids=["rows", "pages"])
+@pytest.mark.parametrize("page_size", tiers([4], [0]), ids=["pages", "rows"])
 @pytest.mark.parametrize("kv_dtype", CACHES, ids=lambda dtype: f"to {str(dtype)[6:]}")
 def test_keys_alone(kv_dtype, page_size, device):
     """A cache whose values are a view of its keys."""
@@ -240,8 +241,8 @@ def test_what_is_appended_is_what_attention_reads(kv_dtype):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, INT8])
-@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize("kv_dtype", tiers([torch.bfloat16], [INT8]))
+@pytest.mark.parametrize("page_size", tiers([4], [0]))
 def test_opcheck(kv_dtype, page_size):
     """It cannot compare tensors of float8."""
     call = make_call(kv_dtype=kv_dtype, page_size=page_size)

@@ -315,6 +315,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, **options}
 
 
+@pytest.mark.deep
 @settings(max_examples=150, deadline=None)
 @hypothesis.given(cases())
 def test_any_tables(given: dict[str, Any]) -> None:

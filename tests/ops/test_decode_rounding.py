@@ -8,6 +8,7 @@ import torch
 
 from helpers import make_problem, rounds_weights
 from test_lean_decode import by_dtype
+from tiers import tiers
 from tree_attention import lean_decode
 
 
@@ -77,7 +78,7 @@ def test_inputs_are_not_modified(device):
 
 
 @pytest.mark.parametrize("score_size", [0.1, 1.0, 20.0], ids=["flat", "normal", "peaked"])
-@pytest.mark.parametrize("num_workers", [1, 7])
+@pytest.mark.parametrize("num_workers", tiers([7], [1]))
 def test_rounding_errors_do_not_grow_with_length(num_workers, score_size):
     """One float32 sum over all keys would have ten times the error of a blocked one here."""
     problem = make_problem(
@@ -86,6 +87,7 @@ def test_rounding_errors_do_not_grow_with_length(num_workers, score_size):
     problem.run_and_check(num_workers=num_workers)
 
 
+@pytest.mark.deep
 def test_rounding_errors_do_not_grow_beside_an_empty_query():
     """Keys that not all queries of a step see are summed in levels, too."""
     problem = make_problem(

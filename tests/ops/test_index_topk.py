@@ -87,7 +87,7 @@ def problem(name: str, dtype: torch.dtype, weighted: bool, values: Callable[...,
     return (q, k, weights, key_ranges), options
 
 
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("weighted", tiers([True], [False]))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_choices_are_exact_where_scores_are(
@@ -117,7 +117,7 @@ def test_bits_do_not_depend_on_how_heads_are_cut(dtype: torch.dtype, instruction
 
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["one token", "16 heads", "4 heads", "odd", "blocks"])
+@pytest.mark.parametrize("name", tiers(["16 heads", "4 heads", "blocks"], ["one token", "odd"]))
 def test_error_of_scores(
     name: str, dtype: torch.dtype, weighted: bool, instruction_set: str
 ) -> None:

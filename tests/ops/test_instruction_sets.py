@@ -14,7 +14,7 @@ from emulated_amx import emulated_amx
 from helpers import NAN, assert_same_bits, make_problem
 from instruction_sets import MANY_ROWS, NAMES, QUICK, supported, use
 from test_lean_decode_properties import problems
-from tiers import tiers
+from tiers import tiers, tiers_of
 from tree_attention import _C
 from tree_attention.reference import attention
 
@@ -49,7 +49,10 @@ def test_any_problem(instruction_set, problem, num_workers):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [*range(1, 36), 63, 65, 127, 129])
+@pytest.mark.parametrize(
+    "head_dim",
+    tiers_of([*range(1, 36), 63, 65, 127, 129], quick=[1, 3, 7, 8, 9, 15, 17, 31, 33, 65]),
+)
 def test_every_tail_of_a_vector(instruction_set, head_dim, dtype):
     """Loads past the end of a row would read the NaN between the strides."""
     make_problem(
@@ -72,7 +75,7 @@ def test_infinities_and_nan(instruction_set):
     assert lse.isnan().sum() == 4
 
 
-@pytest.mark.parametrize("page_size", [0, 1, 16, 24])
+@pytest.mark.parametrize("page_size", tiers([0, 16], [1, 24]))
 @pytest.mark.parametrize("group_size", [4, 5, 8, 9])
 def test_rows_in_lanes(instruction_set, group_size, page_size):
     """Tiles have columns for 4, 8 or 16 rows, whose scores share a vector; 1,300 keys are enough
@@ -89,7 +92,7 @@ def test_scores_of_ten_thousand(instruction_set):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.parametrize("group_size", tiers([8], [1]))
 def test_infinite_values(instruction_set, dtype, group_size):
     """They are no reason for NaN, which products of parts of a weight, one of them 0, would be."""
     problem = make_problem(dtype=dtype, seqlen_k=4500, group_size=group_size)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers import NAN, Problem, assert_same_bits, make_problem, rounds_weights
+from tiers import tiers
 from tree_attention import lean_decode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,7 +43,7 @@ def test_head_dims(head_dim, head_dim_v, dtype):
     ).run_and_check()
 
 
-@pytest.mark.parametrize("seqlen_q", [*range(1, 18), 40, 130])
+@pytest.mark.parametrize("seqlen_q", tiers([*range(1, 18)], [40, 130]))
 def test_query_rows(seqlen_q, device):
     problem = make_problem(
         seqlen_q=seqlen_q, group_size=3, seqlen_k=200, ranges="causal", head_dim=32, layout="BSHD",
@@ -52,7 +53,7 @@ def test_query_rows(seqlen_q, device):
 
 
 @by_dtype
-@pytest.mark.parametrize("layout", ["BHSD", "BSHD", "padded"])
+@pytest.mark.parametrize("layout", tiers(["padded"], ["BHSD", "BSHD"]))
 @pytest.mark.parametrize("ranges", ["ragged", "left padded", "causal", "window", "random"])
 def test_ranges_and_strides(ranges, layout, dtype, device):
     problem = make_problem(
@@ -73,7 +74,7 @@ def test_rows_that_begin_anywhere(ranges, dtype):
 
 @by_dtype
 @pytest.mark.parametrize("per_head", [False, True], ids=["shared pages", "pages per head"])
-@pytest.mark.parametrize("page_size", [1, 7, 16, 64, 256])
+@pytest.mark.parametrize("page_size", tiers([1, 7, 16], [64, 256]))
 def test_pages(page_size, per_head, dtype, device):
     problem = make_problem(
         batch=3, seqlen_q=3, seqlen_k=max(210, 3 * page_size), ranges="random", layout="BSHD",

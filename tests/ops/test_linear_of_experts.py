@@ -17,6 +17,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from quantised_numbers import DTYPES, TOLERANCE, numbers_of
+from tiers import tiers
 from tree_attention.weights.parts import OfFile
 from tree_attention.weights.quantised import SCHEMES, Matrix
 
@@ -34,7 +35,7 @@ def _experts(scheme: str | None, weight: Tensor, dtype: torch.dtype) -> tuple[An
     return data, scale, numbers
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", tiers(DTYPES[:2], DTYPES[2:]))
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 @pytest.mark.parametrize(
     "rows, choices, count",
@@ -74,6 +75,7 @@ def test_linear_of_experts(
         )
 
 
+@pytest.mark.deep
 def test_operator_check() -> None:
     x, experts = torch.randn(2, 32), torch.tensor([0, 1, 1, 0])
     weight = torch.randn(2, 16, 32)
@@ -180,7 +182,7 @@ def test_int8_weights_of_any_width(inputs: int, dtype: torch.dtype) -> None:
     "scheme, inputs",
     [*product((None, "int8"), (1, 31, 64, 100, 1000)), *product(["int4"], (64, 192, 256, 1024))],
 )
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", tiers(DTYPES[:2], DTYPES[2:]))
 def test_a_row_has_the_same_bits_in_any_company(
     instruction_set: str,
     inputs: int,

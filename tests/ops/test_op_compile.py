@@ -6,6 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers import assert_same_bits, make_problem
+from tiers import tiers, tiers_of
 from tree_attention import (
     cascade_decode,
     index_topk,
@@ -38,7 +39,7 @@ def check(op, args, kwargs):
 
 
 @pytest.mark.gpu("torch.compile")
-@problems
+@pytest.mark.parametrize("name", tiers_of(PROBLEMS, quick=["every option"]))
 def test_opcheck_lean_decode(name, device):
     problem = make_problem(**PROBLEMS[name]).to(device)
     if problem.k.isnan().any():  # opcheck compares with equality
@@ -64,6 +65,7 @@ def test_opcheck_cascade_decode():
     check(ops.cascade_decode.default, args, problem.options | {"groups": [3, 0, 1, 2, 0, 2]})
 
 
+@pytest.mark.deep
 def test_common_pages_compile_into_one_graph():
     problem = make_problem(batch=3, page_size=16)
     table = problem.options["page_table"]
@@ -93,7 +95,7 @@ def test_keys_and_values_of_8_bits():
 
 
 @pytest.mark.gpu("torch.compile")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", tiers([torch.float32], [torch.bfloat16]))
 def test_opcheck_merge_states(dtype, device):
     o, lse = torch.randn(3, 2, 4, 8, dtype=dtype, device=device), torch.randn(3, 2, 4).to(device)
     check(ops.merge_states.default, (o, lse), {})
@@ -127,6 +129,7 @@ def test_opcheck_of_choices():
     check(ops.merge_topk.default, (scores.mT, slots.mT), {"topk": 2})
 
 
+@pytest.mark.deep
 def test_choices_look_alike_and_compile_into_one_graph():
     def choose(args, options):
         scores, slots = index_topk(*args, **options)
@@ -185,6 +188,7 @@ def test_compiles_into_one_graph_for_any_length(device):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.deep
 @pytest.mark.gpu("torch.compile")
 def test_compiles_with_inductor(device):
     torch._dynamo.reset()

@@ -129,6 +129,7 @@ def test_strided_counts():
     assert lean_schedule(counts, 5).tolist() == schedule([5, 5], 5)
 
 
+@pytest.mark.deep
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 300) | st.integers(30_000, 50_000), min_size=1, max_size=3),
