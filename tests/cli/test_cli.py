@@ -18,6 +18,7 @@ import torch
 import tree_attention
 from distributed import AMPLE_SECONDS
 from ranks_of_commands import started
+from tiers import tiers
 from tree_attention.__main__ import COMMANDS, main
 from tree_attention.cli import generate, generation
 from tree_attention.cli.usage import check_can_be_written
@@ -319,6 +320,7 @@ def check_two_ranks(folder: Path, output: str, weights: str) -> None:
     assert 0 < both["exchange_share"] < 1
 
 
+@pytest.mark.deep
 def test_generate_with_quantised_weights(checkpoint: Path, tmp_path: Path) -> None:
     """Two ranks say what one says with weights of as many bits, from fewer bytes."""
     one, two = tmp_path / "one.json", tmp_path / "two.json"
@@ -333,6 +335,7 @@ def test_generate_with_quantised_weights(checkpoint: Path, tmp_path: Path) -> No
     assert sizes[1] < 0.6 * sizes[0]
 
 
+@pytest.mark.deep
 def test_generate_says_what_is_not_cut(checkpoint: Path, tmp_path: Path) -> None:
     """One line, on the first rank, as the layers with a state of this model are whole."""
     from hf_families import HYBRIDS, make_model
@@ -372,11 +375,13 @@ def test_generate_under_torchrun(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "weights, options",
-    [
-        ("replicated", ("--weights", "replicated")),
-        ("split", ("--weights", "split")),
-        ("replicated", ("--strategy", "butterfly")),  # which split weights cannot use
-    ],
+    tiers(
+        [("split", ("--weights", "split"))],
+        [
+            ("replicated", ("--weights", "replicated")),
+            ("replicated", ("--strategy", "butterfly")),  # which split weights cannot use
+        ],
+    ),
 )
 def test_generate_on_two_ranks(
     checkpoint: Path, tmp_path: Path, weights: str, options: tuple[str, ...]

@@ -53,12 +53,13 @@ def assert_one_sentence(ended: Ended) -> None:
     assert ended.stderr.count("generate: ") <= 1
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("present", "sentence"),
-    tiers(
-        [(1, "rank 1 of 2: the ranks did not meet .* have 2 s: rank 0, which serves .*; start")],
-        [(0, "rank 0 of 2: the ranks did not meet .* have 2 s: no word from rank 1; start all 2")],
-    ),
+    [
+        (1, "rank 1 of 2: the ranks did not meet .* have 2 s: rank 0, which serves .*; start"),
+        (0, "rank 0 of 2: the ranks did not meet .* have 2 s: no word from rank 1; start all 2"),
+    ],
 )
 def test_a_rank_that_never_comes(checkpoint: Path, present: int, sentence: str) -> None:
     """torch alone would wait for half an hour."""
@@ -134,6 +135,7 @@ def test_ctrl_c_on_a_rank_that_no_other_meets(checkpoint: Path) -> None:
     assert (ended.status, ended.stderr) == (130, INTERRUPTED)
 
 
+@pytest.mark.deep
 def test_ctrl_c_on_a_process_alone(checkpoint: Path) -> None:
     with started(generate(checkpoint, *ENDLESS), world_size=1) as ranks:
         in_generation(ranks)
@@ -217,6 +219,7 @@ def first_rank_of(world_size: int, monkeypatch: pytest.MonkeyPatch) -> str:
     return port
 
 
+@pytest.mark.deep
 def test_a_rank_says_for_whom_it_waits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +256,7 @@ def test_ranks_have_longer_to_start_than_to_answer(
     assert waits == [given, *([30.0] * 2 if given is None else [given] * 2)]
 
 
-@pytest.mark.parametrize("command", ["verify", "calibrate"])
+@pytest.mark.parametrize("command", tiers(["verify"], ["calibrate"]))
 def test_the_time_to_wait_is_an_option(
     command: str,
     capsys: pytest.CaptureFixture[str],

@@ -199,6 +199,7 @@ def test_another_program_at_the_port(
     assert found.endswith("doctor --listen PORT` there, and --peer 127.0.0.1:PORT here"), found
 
 
+@pytest.mark.deep
 def test_somebody_who_takes_a_connection_and_is_silent(
     answered_by: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

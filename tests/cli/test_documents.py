@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from ranks_of_commands import Ended, started
-from tiers import tiers
 from tree_attention.__main__ import main
 
 pytest.importorskip("transformers")
@@ -102,23 +101,22 @@ def _small_checkpoint(name: str, tokens: Path, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "name, options, prepared_by, asked_by",
-    tiers(
-        [("gemma2", ("--kv-dtype", "int8"), 2, 1)],
-        [
-            ("LFM2", (), 1, 2),
-            ("llama", ("--tensor-parallel-size", "2"), 2, 4),
-            ("llama", ("--weights", "replicated", "--kv-dtype", "fp8"), 3, 2),
-            ("llama", ("--weight-dtype", "int8"), 1, 2),
-            ("mistral_window", (), 1, 3),
-            ("gpt_oss", (), 2, 3),
-            ("deepseek", ("--kv-dtype", "int8"), 3, 1),
-            ("Qwen3-Next", (), 2, 3),
-            ("Jamba", (), 2, 1),
-            ("DeepSeek-V3.2", (), 2, 1),
-        ],
-    ),
+    [
+        ("gemma2", ("--kv-dtype", "int8"), 2, 1),
+        ("LFM2", (), 1, 2),
+        ("llama", ("--tensor-parallel-size", "2"), 2, 4),
+        ("llama", ("--weights", "replicated", "--kv-dtype", "fp8"), 3, 2),
+        ("llama", ("--weight-dtype", "int8"), 1, 2),
+        ("mistral_window", (), 1, 3),
+        ("gpt_oss", (), 2, 3),
+        ("deepseek", ("--kv-dtype", "int8"), 3, 1),
+        ("Qwen3-Next", (), 2, 3),
+        ("Jamba", (), 2, 1),
+        ("DeepSeek-V3.2", (), 2, 1),
+    ],
 )
 def test_documents_of_all_kinds_in_another_world(
     name: str,
@@ -397,6 +395,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.deep
 def test_a_prepare_that_was_killed_leaves_no_document(
     checkpoint: Path, document: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

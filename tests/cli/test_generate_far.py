@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is imit
 FAR = "--far", "cpu", "--near-tokens"
 
 
+@pytest.mark.deep
 def test_the_tokens_are_those_without_far_keys(checkpoint: Path, tmp_path: Path) -> None:
     from tree_attention import hf
     from tree_attention.hf.cache.far import FarLayer

@@ -38,7 +38,8 @@ def calibrated(
     monkeypatch.setenv("TREE_ATTENTION_COSTS", str(costs))
 
 
-@pytest.mark.parametrize("weights", tiers(["split"], ["replicated"]))
+@pytest.mark.deep
+@pytest.mark.parametrize("weights", ["split", "replicated"])
 def test_parts_by_numbers(checkpoint: Path, tmp_path: Path, weights: str) -> None:
     generate(checkpoint, tmp_path, "--shares", "3,1", "--weights", weights)
     one, both = written(tmp_path)
@@ -46,7 +47,8 @@ def test_parts_by_numbers(checkpoint: Path, tmp_path: Path, weights: str) -> Non
     assert share == 1 if weights == "replicated" else 0.7 < share < 0.85
 
 
-@pytest.mark.parametrize("weights", tiers(["split"], ["replicated"]))
+@pytest.mark.deep
+@pytest.mark.parametrize("weights", ["split", "replicated"])
 def test_parts_by_speed(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
@@ -72,7 +74,7 @@ def test_parts_by_speed_where_weights_cannot_be_split(
 
 
 @pytest.mark.parametrize(
-    ("rates", "serves"), tiers([((60, 0.06), False), ((0.06, 60), True)], [((0.06, 60), False)])
+    ("rates", "serves"), tiers([((60, 0.06), False)], [((0.06, 60), True), ((0.06, 60), False)])
 )
 def test_a_slow_process_is_left_out(
     checkpoint: Path,

@@ -14,6 +14,7 @@ import pytest
 
 import tree_attention
 from distributed import AMPLE_SECONDS
+from tiers import tiers
 from tree_attention.__main__ import main
 from tree_attention.cli import generate, prepare
 
@@ -149,16 +150,19 @@ def test_a_text_that_is_too_long_is_told_before_the_weights_are_read(
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--model", "/no"],
-        ["--prompt-file", "x"],
-        ["--strategy", "ring"],
-        ["--shares", "1,2"],
-        ["--ranks", "2", "--shares", "1,2,3"],
-        ["--tensor-parallel-size", "2"],
-    ],
+    tiers(
+        [["--model", "/no"], ["--ranks", "2", "--shares", "1,2,3"]],
+        [
+            ["--prompt-file", "x"],
+            ["--strategy", "ring"],
+            ["--shares", "1,2"],
+            ["--tensor-parallel-size", "2"],
+        ],
+    ),
 )
-@pytest.mark.parametrize("launcher", [{}, {"RANK": "0", "WORLD_SIZE": "3"}], ids=["", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", tiers([{}], [{"RANK": "0", "WORLD_SIZE": "3"}]), ids=["", "torchrun"]
+)
 def test_arguments_are_looked_at_first(
     arguments: list[str], launcher: dict[str, str], tmp_path: Path
 ) -> None:

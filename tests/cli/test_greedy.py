@@ -67,6 +67,7 @@ def test_the_last_token_ends_the_text(
     assert "generation_config" not in capsys.readouterr().err
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("defaults", [{"eos_token_id": "</s>"}, {"eos_token_id": []}])
 def test_last_tokens_that_are_no_numbers(
     checkpoint: Path, tmp_path: Path, defaults: dict[str, object]

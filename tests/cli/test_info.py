@@ -16,6 +16,7 @@ from tree_attention._loader import TESTED_TRANSFORMERS
 from tree_attention.cli import information
 
 
+@pytest.mark.deep
 def test_info_prints_what_is_used():
     result = subprocess.run(
         [sys.executable, "-m", "tree_attention", "info"],

@@ -70,6 +70,7 @@ def test_the_line_of_calibrate_names_the_table(word: str, tmp_path: Path) -> Non
     assert copied == os.fsencode(out.resolve())
 
 
+@pytest.mark.deep
 def test_the_picture_of_calibrate(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "a[" / "b].json"

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from ranks_of_commands import started
-from tiers import tiers
 from tree_attention.__main__ import main
 
 pytest.importorskip("transformers")
@@ -26,7 +25,8 @@ PROMPT = "Keys and values never move. Each rank keeps its share of them."
 PUBLISH = {"DeepSeek-V3.2": publish_deepseek_v32, "MiniMax-M3": publish_minimax_m3}
 
 
-@pytest.mark.parametrize("name", tiers(["MiniMax-M3"], ["DeepSeek-V3.2"]))
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["MiniMax-M3", "DeepSeek-V3.2"])
 def test_one_process_and_two_say_the_same(name: str, checkpoint: Path, tmp_path: Path) -> None:
     """Of a prompt that is longer than what the index chooses."""
     if not CHOOSING[name].exists:

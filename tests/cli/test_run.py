@@ -161,10 +161,10 @@ def test_a_module_that_is_not_there() -> None:
     tiers(
         [
             ("fail", 1, "rank 1 of 2: ValueError: no such sky"),
-            ("exit", 3, "rank 1 of 2 ended with exit status 3"),
-            ("killed", 137, "rank 1 of 2 was ended by SIGKILL, as the system does where memory ru"),
         ],
         [
+            ("exit", 3, "rank 1 of 2 ended with exit status 3"),
+            ("killed", 137, "rank 1 of 2 was ended by SIGKILL, as the system does where memory ru"),
             ("all fail", 1, "rank 1 of 2: ValueError: no such sky"),
             ("of several lines", 1, "rank 1 of 2: ValueError: no such sky"),
             ("words", 1, "rank 1 of 2: no room for 3 keys"),
@@ -208,7 +208,7 @@ def waiting(size: int, program: Path, what: str = "wait") -> subprocess.Popen[st
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", tiers([signal.SIGTERM], [signal.SIGINT, signal.SIGHUP]))
 def test_signals_go_on_to_the_ranks(program: Path, number: signal.Signals) -> None:
     with waiting(2, program) as launcher:
         assert launcher.stdout is not None and launcher.stderr is not None
@@ -219,6 +219,7 @@ def test_signals_go_on_to_the_ranks(program: Path, number: signal.Signals) -> No
         assert launcher.wait(AMPLE_SECONDS) == 128 + number
 
 
+@pytest.mark.deep
 def test_a_second_interrupt_leaves_exit_functions_alone(program: Path) -> None:
     """As from a process that sends SIGINT to the group, which the launcher passes on as well."""
     with waiting(1, program, "interrupted twice") as launcher:
@@ -229,6 +230,7 @@ def test_a_second_interrupt_leaves_exit_functions_alone(program: Path) -> None:
         assert launcher.wait(AMPLE_SECONDS) == 130
 
 
+@pytest.mark.deep
 def test_a_launcher_that_was_stopped_goes_on(program: Path) -> None:
     """As by Ctrl-Z and fg: a wait that lasted longer than it should have has brought no signal."""
     with waiting(1, program) as launcher:
@@ -337,6 +339,7 @@ def test_an_interrupt_leaves_a_cursor(
     os.close(terminal)
 
 
+@pytest.mark.deep
 def test_ranks_that_are_deaf_are_ended(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second Ctrl-C ends them at once; the first waits for what they may be saving."""
     pid, terminal = on_a_terminal(command("-n", 2, program, "deaf"))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from tiers import by_world
 from tree_attention import lean_decode, strategies
 from tree_attention.__main__ import main
 from tree_attention.cli import verification
@@ -84,7 +83,8 @@ def verify_on_ranks(rank: int, world_size: int, wrong_rank: int | None) -> list[
     return verification.in_all_ranks(checks, world)
 
 
-@by_world([3], [2])
+@pytest.mark.deep
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_verify_ranks(world_size: int) -> None:
     for checks in run_ranks(verify_on_ranks, world_size, None):
         assert all(check.passed for check in checks)
