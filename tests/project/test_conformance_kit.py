@@ -77,11 +77,13 @@ def test_versions_are_the_same():
     assert conformance.__version__ == tree_attention.__version__
 
 
+@pytest.mark.deep
 def test_a_merge_passes_without_torch(installed):
     result = run_pytest(installed, "--merge", "engine:merge", "--conformance-parts", "4")
     assert result.returncode == 0 and "9 passed" in result.stdout, result.stdout
 
 
+@pytest.mark.deep
 def test_the_program_of_the_page_runs_without_torch(installed):
     (program,) = re.findall(r"```python\n(.*?)```", (KIT / "README.md").read_text(), re.DOTALL)
     result = subprocess.run(
@@ -110,6 +112,7 @@ def test_a_wrong_merge_is_told(installed):
     assert f"\n{sentence}\n{case}: o nan (bound" in result.stdout
 
 
+@pytest.mark.deep
 def test_the_summary_begins_with_what_is_wrong(installed):
     """One failure is shown in full, and of the others in which one they are told."""
     result = run_pytest(installed, "--merge", "engine:nothing")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from test_readme import ROOT
+from tiers import tiers_of
 
 MODULES = ("", ".hf", ".patterns", ".positions", ".reference", ".reference.conformance")
 # Their docstrings have none, for the reason given.
@@ -55,9 +56,11 @@ def examples(value: object) -> list[str]:
 
 
 METHODS = dict(methods_with_examples())
+ALL = [*WITH_EXAMPLES, *METHODS]
+QUICK = [name for name in ALL if name != "reference.conformance.check_sharded_decode"]
 
 
-@pytest.mark.parametrize("name", [*WITH_EXAMPLES, *METHODS])
+@pytest.mark.parametrize("name", tiers_of(ALL, quick=QUICK))
 def test_example_runs_and_prints_what_it_says(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,6 +148,7 @@ PLAN = ("plan", "--model", "llama-3.1-8b", "--context", "128k", "--ranks", "2", 
 MODEL = f"{ROOT}/examples/passkey-llama"
 
 
+@pytest.mark.deep
 def test_plans_versions_and_help_need_no_torch(tmp_path):
     path = without("torch", tmp_path)
     result = python("-m", "tree_attention", *PLAN, path=path)
@@ -166,17 +167,29 @@ def test_plans_versions_and_help_need_no_torch(tmp_path):
 
 @pytest.mark.parametrize(
     ("module", "command", "message"),
-    [
-        ("torch", ("verify",), "verify: torch is not installed. Run: pip install torch"),
-        ("torch", (*PLAN, "--calibration", "x"), "plan: torch is not installed. Run: pip install"),
-        ("numpy", PLAN, "plan: numpy is not installed. Run: pip install numpy"),
-        (
-            "transformers",
-            ("plan", "--model", MODEL, *PLAN[3:]),
-            f"plan: --model: {MODEL}: tree_attention.hf needs transformers >= 5.5: pip install",
-        ),
-        ("rich", PLAN, "tree_attention: No module named 'rich'. Every command needs: pip install"),
-    ],
+    tiers(
+        [
+            ("torch", ("verify",), "verify: torch is not installed. Run: pip install torch"),
+            ("numpy", PLAN, "plan: numpy is not installed. Run: pip install numpy"),
+            (
+                "rich",
+                PLAN,
+                "tree_attention: No module named 'rich'. Every command needs: pip install",
+            ),
+        ],
+        [
+            (
+                "torch",
+                (*PLAN, "--calibration", "x"),
+                "plan: torch is not installed. Run: pip install",
+            ),
+            (
+                "transformers",
+                ("plan", "--model", MODEL, *PLAN[3:]),
+                f"plan: --model: {MODEL}: tree_attention.hf needs transformers >= 5.5: pip install",
+            ),
+        ],
+    ),
 )
 def test_commands_name_the_library_that_they_lack(module, command, message, tmp_path):
     result = python("-m", "tree_attention", *command, path=without(module, tmp_path))
@@ -226,7 +239,8 @@ for name in ("lean_decode", "_C"):
     assert python("-m", "tree_attention", *PLAN, path=not_built).returncode == 0
 
 
-@pytest.mark.parametrize("command", tiers(["generate"], ["info", "verify"]))
+@pytest.mark.deep
+@pytest.mark.parametrize("command", ["generate", "info", "verify"])
 def test_commands_say_in_a_sentence_that_the_extension_is_missing(command, not_built):
     model = ["--model", str(ROOT / "examples/passkey-llama"), "--prompt", "a"]
     arguments = model if command == "generate" else []

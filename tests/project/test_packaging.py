@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 import tree_attention
 from package_copy import copy_package
+from tiers import tiers
 from tree_attention import __main__, _loader, hf
 
 ROOT = Path(__file__).parents[2]
@@ -126,12 +127,14 @@ def test_cuda_is_compiled_without_a_gpu_if_asked_for(run_setup):
 
 @pytest.mark.parametrize(
     ("machine", "reason"),
-    [
-        ({"nvcc": None}, "nvcc was not found"),
-        ({"torch": "2.15.0+cpu", "cuda": None}, "torch 2.15.0+cpu was built without CUDA"),
-        ({}, "no GPU is visible, without which USE_CUDA=1 compiles its kernels"),
-        ({"nvcc": "12.8"}, "nvcc 12.8 and torch's CUDA 13.2 differ in major version"),
-    ],
+    tiers(
+        [({"nvcc": None}, "nvcc was not found")],
+        [
+            ({"torch": "2.15.0+cpu", "cuda": None}, "torch 2.15.0+cpu was built without CUDA"),
+            ({}, "no GPU is visible, without which USE_CUDA=1 compiles its kernels"),
+            ({"nvcc": "12.8"}, "nvcc 12.8 and torch's CUDA 13.2 differ in major version"),
+        ],
+    ),
     ids=["no-nvcc", "cpu-torch", "no-gpu", "other-major"],
 )
 def test_without_cuda_auto_goes_on(run_setup, machine, reason):
@@ -184,6 +187,7 @@ def test_kernels_for_hopper_alone_are_not_compiled(run_setup, tmp_path):
     assert "wgmma" not in output(build_with_wgmma(run_setup, tmp_path)).lower()
 
 
+@pytest.mark.deep
 def test_kernels_for_hopper_alone_are_compiled_if_asked_for(run_setup, tmp_path):
     text = output(build_with_wgmma(run_setup, tmp_path, WGMMA="1"))
     assert "TREE_ATTENTION_WGMMA" in text
@@ -193,18 +197,21 @@ def test_kernels_for_hopper_alone_are_compiled_if_asked_for(run_setup, tmp_path)
         assert "-gencode=arch=compute_90a,code=sm_90a" in line and "wgmma" in line
 
 
+@pytest.mark.deep
 def test_a_kernel_for_hopper_that_does_not_compile_is_named(run_setup, tmp_path):
     result = build_with_wgmma(run_setup, tmp_path, WGMMA="1", FAILS_TO_COMPILE="1")
     message = "nvcc failed for build/instances/lean_decode_wgmma_bf16_576.cu"
     assert message in refusal(result)
 
 
-@pytest.mark.parametrize("name", ["BUILD_EXTENSION", "USE_CUDA", "LINE_INFO", "DEBUG", "WGMMA"])
+@pytest.mark.parametrize(
+    "name", tiers(["USE_CUDA"], ["BUILD_EXTENSION", "LINE_INFO", "DEBUG", "WGMMA"])
+)
 def test_unknown_value_is_refused(run_setup, name):
     assert f"{name} must be one of" in refusal(run_setup(**{"USE_CUDA": "1", name: "yes"}))
 
 
-@pytest.mark.parametrize("compiler", ["", "no-such-compiler", "no-such-launcher g++"])
+@pytest.mark.parametrize("compiler", tiers([""], ["no-such-compiler", "no-such-launcher g++"]))
 def test_a_build_without_a_compiler_says_so_last(compiler, run_setup, tmp_path):
     variables = {"CXX": compiler} if compiler else {"PATH": str(tmp_path)}
     command = "build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path)
@@ -218,6 +225,7 @@ def build(run_setup, tmp_path, **variables):
     return run_setup(*command, USE_CUDA="0", CXX="true", **variables)
 
 
+@pytest.mark.deep
 def test_a_build_shows_the_file_names_and_the_compiler_s_messages(run_setup, tmp_path):
     shown = output(build(run_setup, tmp_path)).splitlines()
     assert shown[-2:] == ["[1/2] csrc/ops", "csrc/ops.cpp:1: warning"]
@@ -298,6 +306,7 @@ def without_torch(tmp_path_factory):
     return folder, environment
 
 
+@pytest.mark.deep
 def test_plans_are_installed_without_torch_and_a_compiler(without_torch):
     folder, environment = without_torch
     (wheel,) = folder.glob("*.whl")

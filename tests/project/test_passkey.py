@@ -153,6 +153,7 @@ def test_checkpoint_has_the_ordinary_layout(model):
     assert TOKENIZER.decode(TOKENIZER(accents, add_special_tokens=False)["input_ids"]) == accents
 
 
+@pytest.mark.deep
 def test_checkpoint_answers_held_out_prompts(model):
     """Greedy decoding with the cache, as a user runs it; one miss in twelve is allowed."""
     right = 0
@@ -193,6 +194,7 @@ def test_exact_answers_are_those_of_greedy_decoding(model):
     assert exact == [*greedy, False]
 
 
+@pytest.mark.deep
 def test_interrupted_training_goes_on_exactly(monkeypatch, tmp_path):
     stages = (train_passkey.Stage(128, 2, 2), train_passkey.Stage(256, 2, 3))
     monkeypatch.setattr(train_passkey, "STAGES", stages)
