@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from benchmarks.harness.published_shapes import SHAPES
 from hf_families import CHOOSING, HYBRIDS, REFUSED, WORKING, Family, make_model
+from tiers import tiers_of
 from tree_attention import hf
 from tree_attention.cli.models import find_model, from_config
 from tree_attention.hf import CACHE_NAME
@@ -60,7 +61,10 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+QUICK = ("Llama", "Mixtral", "Gemma 3", "DeepSeek-V3", "GLM-5", "Jamba")
+
+
+@pytest.fixture(scope="module", params=tiers_of(KINDS, quick=QUICK))
 def family(request: pytest.FixtureRequest) -> Family:
     return KINDS[request.param]
 
@@ -134,6 +138,7 @@ def test_named_llama_is_what_transformers_makes_of_it() -> None:
     assert from_config(named.name, config) == named
 
 
+@pytest.mark.deep
 def test_named_models_with_experts_are_what_transformers_makes_of_them() -> None:
     shape = SHAPES["qwen3-30b-a3b"]
     fields = {**shape.fields, "num_hidden_layers": shape.published_layers}
