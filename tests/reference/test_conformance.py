@@ -9,7 +9,7 @@ import torch
 
 from distributed import run_ranks
 from helpers import INF
-from tiers import tiers
+from tiers import by_world, tiers
 from tree_attention import (
     all_merge_states,
     lean_decode,
@@ -89,8 +89,8 @@ def test_ranks_conform(world_size, dtype):
     run_ranks(conform, world_size, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("world_size", [2, 5])
+@pytest.mark.parametrize("dtype", tiers(["float32"], ["bfloat16"]))
+@by_world([2], [5])
 def test_lean_decode_of_shards_conforms(world_size, dtype):
     report = check_sharded_decode(sharded(), world_size=world_size, dtype=dtype)
     assert report.passed and lines(report, True) == DECODE_NAMES, f"\n{report}"

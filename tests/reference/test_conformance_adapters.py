@@ -120,6 +120,7 @@ def test_numpy_arrays_are_adapted():
     assert report.passed, f"\n{report}"
 
 
+@pytest.mark.deep
 def test_decodes_are_adapted():
     def decode(problem):
         o, lse = sharded()(problem)
