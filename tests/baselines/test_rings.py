@@ -16,6 +16,7 @@ from faults import AMPLE
 from helpers import assert_same_bits, make_problem
 from instruction_sets import QUICK, use
 from sharded import CASES, LAYOUTS, WORLDS, make_case, merged
+from tiers import tiers_of
 from tree_attention import (
     BlockCyclic,
     ExchangeError,
@@ -45,7 +46,7 @@ def decode_case(rank: int, world_size: int, name: str, case: str, layout: str) -
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiers_of(LAYOUTS, quick=["uneven"]))
 @pytest.mark.parametrize("case", CASES)
 @rings
 def test_exact_and_same_bits(name: str, case: str, layout: str, world_size: int) -> None:
