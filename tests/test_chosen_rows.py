@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import assert_same_bits
+from tiers import tiers
 from tree_attention import (
     BlockCyclic,
     Contiguous,
@@ -52,7 +53,7 @@ def choice(shape: tuple[int, ...], end: int) -> Tensor:
     "batch, num_heads_kv, seqlen_q, seqlen_k, block",
     [(1, 1, 1, 40, 1), (2, 3, 2, 33, 1), (2, 2, 3, 40, 8), (1, 2, 2, 43, 8), (2, 1, 1, 44, 8)],
 )
-@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("is_shared", tiers([False], [True]))
 def test_each_query_sees_its_rows(
     batch: int,
     num_heads_kv: int,
@@ -252,6 +253,7 @@ def test_rows_of_all_ranks_merge_to_the_rows_of_one() -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.deep
 def test_rows_in_a_graph_of_any_length() -> None:
     """Strides of a cache that grows are symbols there."""
     torch._dynamo.reset()

@@ -75,6 +75,7 @@ def test_layout_equals_table(layout, num_slots, begin, end):
             assert [first + j // block * stride + j % block for j in range(len(shard))] == shard
 
 
+@pytest.mark.deep
 @given(layouts, st.sampled_from([torch.int32, torch.int64]))
 def test_tensors_and_integers_agree(layout, dtype):
     num_slots = capacity(layout)
