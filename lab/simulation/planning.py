@@ -160,7 +160,7 @@ def _printed(command: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         save_example_costs(Path(folder) / "costs.json")
         output = subprocess.run(
-            [sys.executable, *shlex.split(command)[1:]],
+            [sys.executable, *shlex.split(command.replace("\\\n", " "))[1:]],
             cwd=folder,
             check=True,
             stdout=subprocess.PIPE,

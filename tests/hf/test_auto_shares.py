@@ -171,6 +171,31 @@ def test_keys_are_read_by_the_heads_of_the_model(attention, q, k, v, operations)
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(("size", "heads"), [(1, 8), (2, 4)])
+def test_latents_are_read_by_the_heads_of_a_rank(
+    rank: int, world_size: int, size: int, heads: int
+) -> None:
+    """The ranks of a tensor group read all columns of them."""
+    config = make_model("deepseek").config
+    asked: list[Attention] = []
+
+    def known(op, comm, device, timeout, attention, held):
+        asked.append(attention)
+        return tuple(map(measuring.as_machine, hosts(60, 20))), LINK
+
+    with mock.patch.object(auto_shares, "known_machines", known):
+        auto_shares.measured_group(
+            "measure",
+            get_communicator(),
+            lambda: auto_shares.shape_in(config, torch.bfloat16),
+            timeout=60.0,
+            device=CPU,
+            tensor_parallel_size=size,
+        )
+    assert [(x.heads, x.kv_heads) for x in asked] == [(heads, 1)]
+
+
+@on_ranks(2)
 def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Path) -> None:
     path = tmp_path / f"{rank}.json"
     with mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": str(path)}):
@@ -179,10 +204,8 @@ def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Pat
         found, _ = measuring.known_machines("measure", comm, CPU, 60.0, measuring.CALIBRATED)
         assert found == tuple(map(measuring.as_machine, hosts(60, 20)))
         path.write_text("{}")
-        damaged = dist.new_group()
         with pytest.raises(VariableError, match="table of exchange costs"):
-            given = get_communicator(damaged), CPU, 5.0, measuring.CALIBRATED
-            measuring.known_machines("measure", *given)
+            measuring.known_machines("measure", comm, CPU, 5.0, measuring.CALIBRATED)
 
 
 @on_ranks(3)

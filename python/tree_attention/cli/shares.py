@@ -117,19 +117,19 @@ def _measured(
         )
         return shape_in(config, dtype, scheme, kv_dtype)
 
-    group = measured_group(
-        "generate",
-        get_communicator(),
-        shape,
-        timeout=arguments.timeout,
-        device=device,
-        is_split=may_split(arguments) and takes_strategy(arguments, world.size),
-        tensor_parallel_size=arguments.tensor_parallel_size,
-    )
-    left_out = group.unhelpful
-    kept = [rank for rank in range(world.size) if rank not in left_out]
-    others = group.without(left_out)
     try:
+        group = measured_group(
+            "generate",
+            get_communicator(),
+            shape,
+            timeout=arguments.timeout,
+            device=device,
+            is_split=may_split(arguments) and takes_strategy(arguments, world.size),
+            tensor_parallel_size=arguments.tensor_parallel_size,
+        )
+        left_out = group.unhelpful
+        kept = [rank for rank in range(world.size) if rank not in left_out]
+        others = group.without(left_out)
         shares = others.best
     except ValueError as error:
         raise UsageError(f"--shares auto: {error}") from None

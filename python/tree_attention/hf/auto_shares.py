@@ -67,10 +67,12 @@ def measured_group(
         return (), shape()
 
     model, _ = on_every_rank(op, comm, timeout, read)
-    attention = max(model.attention, key=lambda x: x.layers * x.attended(context))
-    machines, link = known_machines(op, comm, device, timeout, attention, held)
     form = SPLIT if is_split and not model.not_split else PROMPTS
     size = tensor_parallel_size if form == SPLIT else 1
+    attention = max(model.attention, key=lambda x: x.layers * x.attended(context))
+    if attention.latent is not None:  # which ranks of a tensor group read whole, with fewer heads
+        attention = replace(attention, heads=max(1, attention.heads // size))
+    machines, link = known_machines(op, comm, device, timeout, attention, held)
     work = Work(context)
     return Group(model, form, machines, link, work, size)
 

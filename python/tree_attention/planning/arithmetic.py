@@ -320,9 +320,10 @@ class Split:
             of_keys += self._products(x, x.attended(context) - self._far_tokens(x, context))
             of_keys += sequences * x.layers * x.scored(context) * self._copied_share
         copied = weights.matrix_itemsize * self._projections + weights.itemsize * self._others
-        # States are written as well.
+        # States are written as well. No softmax comes with them, as with no weights.
+        others = copied + 2 * self._states_bytes
         attention = (
-            (keys + 2 * self._states_bytes) / machine.memory_bandwidth + copied / weights_bandwidth,
+            keys / machine.memory_bandwidth + others / weights_bandwidth,
             2 * sequences * (self._projections + self._others) + max(0.0, of_keys),
         )
         head, experts = weights.head / self._parts, weights.experts / self._parts

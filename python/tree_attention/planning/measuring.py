@@ -23,6 +23,7 @@ from .models import BF16, Attention
 # hundredths of them.
 _READ_SECONDS, _MULTIPLY_SECONDS, _LAYER_SECONDS = 0.2, 0.1, 0.1
 _READ_BYTES = 256 << 20  # more than caches keep
+_MOST_OPERATIONS = 4 << 30  # of a call that reads them
 CALIBRATED = Attention(layers=1, heads=32, kv_heads=8, key=128, value=128)
 _ROWS, _COLUMNS = 64, 2048
 # Widths of a slice so narrow that its layer is mostly small operations, and of a wide slice; keys
@@ -108,7 +109,6 @@ def known_machines(
 
 def as_machine(host: MeasuredHost, attention: Attention = CALIBRATED) -> Machine:
     """The host of a rank as the planner's arithmetic takes it, measured with this attention."""
-    operations = 2 * attention.heads * sum(attention.step)  # for a key
     return Machine(
         host.host,
         host.read,
@@ -118,8 +118,13 @@ def as_machine(host: MeasuredHost, attention: Attention = CALIBRATED) -> Machine
         source="measured",
         weights_bandwidth=host.weights,
         layer_seconds=host.layer,
-        operations_with_a_byte=operations / _key_bytes(attention),
+        operations_with_a_byte=_operations(attention) / _key_bytes(attention),
     )
+
+
+def _operations(attention: Attention) -> int:
+    """Operations of a new token for each key."""
+    return 2 * attention.heads * sum(attention.step)
 
 
 def _key_bytes(attention: Attention) -> int:
@@ -131,6 +136,8 @@ def _queries_and_keys(attention: Attention, numbers: Tensor) -> tuple[Tensor, Te
     """Operands of a new token whose keys and values are, together, as large as `numbers`."""
     heads, (key, value) = attention.kv_heads, attention.step
     slots = BF16 * numbers.numel() // _key_bytes(attention)
+    # Of many heads fewer keys, which no cache makes faster, so that a slow host is not waited for.
+    slots = min(slots, _MOST_OPERATIONS // _operations(attention))
     k = numbers[: heads * slots * key].view(1, heads, slots, key)
     if attention.latent is None:
         v = numbers[k.numel() :][: heads * slots * value].view(1, heads, slots, value)
