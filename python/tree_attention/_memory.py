@@ -16,8 +16,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True for what Python's and torch's allocators raise. torch's allocators of the host's memory
     have no class for it: of the two texts, the second is page-locked memory's."""
     torch = sys.modules.get("torch")
-    if isinstance(error, ImportError):  # in the words of the loader of shared libraries
-        return any(x in str(error) for x in ("failed to map segment", "cannot allocate memory"))
+    if isinstance(error, ImportError):
+        # The words of the loader of shared libraries, for a file system without execution, too.
+        told = str(error)
+        return "failed to map segment" in told and "Operation not permitted" not in told
     says = "can't allocate memory", "CUDA error: out of memory"
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True

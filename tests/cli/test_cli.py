@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -446,6 +447,14 @@ def test_imports_without_memory_end_a_command_in_a_sentence(
     assert main(["generate"]) == 1
     sentence = f"generate: this process gets no more memory: free some, .*{reason}\n"
     assert re.fullmatch(sentence, capsys.readouterr().err)
+
+
+def test_other_errors_of_the_loader_are_not_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without execution."""
+    error = ImportError("x.so: failed to map segment from shared object: Operation not permitted")
+    monkeypatch.setattr(generate, "main", mock.Mock(side_effect=error))
+    with pytest.raises(ImportError, match="not permitted"):
+        main(["generate"])
 
 
 def test_another_import_that_fails_shows_where(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,12 +245,14 @@ def test_ranks_have_longer_to_start_than_to_answer(
         waits.extend((timeout, group_timeout))
         yield
 
-    def check_world(arguments: Namespace, of_world: None) -> None:
+    @contextmanager
+    def taking_part(arguments: Namespace, of_world: None, device: object) -> Iterator[None]:
         waits.append(arguments.timeout)
         raise UsageError("they have met")
+        yield
 
     monkeypatch.setattr(world, "joined_world", joined)
-    monkeypatch.setattr("tree_attention.cli.generate.check_world", check_world)
+    monkeypatch.setattr("tree_attention.cli.generate.taking_part", taking_part)
     options = [] if given is None else ["--timeout", str(given)]
     assert main(generate(checkpoint, "--prompt", "a", *options)) == 2
     assert waits == [given, *([30.0] * 2 if given is None else [given] * 2)]
