@@ -148,7 +148,6 @@ PLAN = ("plan", "--model", "llama-3.1-8b", "--context", "128k", "--ranks", "2", 
 MODEL = f"{ROOT}/examples/passkey-llama"
 
 
-@pytest.mark.deep
 def test_plans_versions_and_help_need_no_torch(tmp_path):
     path = without("torch", tmp_path)
     result = python("-m", "tree_attention", *PLAN, path=path)
