@@ -260,12 +260,14 @@ def watch_engine(watch: Watch | None) -> threading.Event:
     async def watchdog_loop(server: Any, engine: Any) -> None:
         from vllm import envs
 
-        shutdown, was_told, thread = engine.shutdown, threading.Event(), threading.get_ident()
+        shutdown, was_told, ended = engine.shutdown, threading.Event(), threading.Event()
+        thread = threading.get_ident()
 
         def shut_down(*arguments: Any, **named: Any) -> Any:
-            # A signal does it in another thread; in this one it is vLLM's clean-up, whose server
-            # has ended, maybe by an error.
-            if engine.errored or threading.get_ident() == thread or was_told.is_set():
+            # A signal does it in another thread. In this one it is vLLM's clean-up, and after the
+            # end in any: its server has ended, maybe by an error.
+            is_clean_up = threading.get_ident() == thread or ended.is_set()
+            if engine.errored or is_clean_up or was_told.is_set():
                 return shutdown(*arguments, **named)
             was_told.set()
             if watch is not None:
@@ -281,6 +283,7 @@ def watch_engine(watch: Watch | None) -> threading.Event:
                 await asyncio.sleep(0.1)
             server.should_exit = not envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH
         finally:  # vLLM may have seen it before, and cancels this then, as when its server ends
+            ended.set()
             if engine.errored and not was_told.is_set():
                 lost.set()
                 if server.should_exit:
