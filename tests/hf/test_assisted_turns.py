@@ -28,8 +28,9 @@ def _generate(model: Any, ids: Tensor, **options: Any) -> Any:
     return model.generate(ids, return_dict_in_generate=True, **GREEDY, **options)
 
 
-@pytest.mark.parametrize("means", tiers(["lookup"], ["assistant", "early exit"]))
-@by_world([2], [1])
+@pytest.mark.deep
+@pytest.mark.parametrize("means", ["lookup", "assistant", "early exit"])
+@pytest.mark.parametrize("world_size", [2, 1])
 @on_ranks()
 def test_second_turn(rank: int, world_size: int, means: str) -> None:
     """The text of the first turn and 20 tokens more: only those, and candidates, are fed."""
@@ -57,7 +58,7 @@ def test_second_turn(rank: int, world_size: int, means: str) -> None:
         assert torch.equal(found.sequences[:, new.shape[1] :], expected[:, whole.shape[1] :])
 
 
-@pytest.mark.parametrize("max_length", [None, 400])
+@pytest.mark.parametrize("max_length", tiers([None], [400]))
 @by_world([2], [1])
 @on_ranks()
 def test_more_candidates_than_windows_keep(

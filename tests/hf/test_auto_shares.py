@@ -87,6 +87,7 @@ def load_by_speed(rank: int, world_size: int, path: Path, tokens: torch.Tensor) 
     return found
 
 
+@pytest.mark.deep
 def test_ranks_take_shares_by_speed(tmp_path: Path) -> None:
     model = make_model("llama")
     model.save_pretrained(tmp_path)
@@ -137,6 +138,7 @@ def test_what_is_refused(rank: int, world_size: int) -> None:
         hf.enable(split, shares="auto")
 
 
+@pytest.mark.deep
 @on_ranks(2)
 def test_measured_hosts_are_the_same_on_all_ranks(rank: int, world_size: int) -> None:
     comm = get_communicator()

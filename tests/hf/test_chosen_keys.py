@@ -32,7 +32,7 @@ from generations import generated, greedy, left_padded, stable_choices
 from hf_families import CHOOSING, TOPK, VOCAB_SIZE, WORKING, Family, make_model
 from questions import DOCUMENT, answers_alone, ask, check_answers, questions_behind
 from rounded_caches import rounded_cache
-from tiers import tiers
+from tiers import tiers, tiers_of
 from tree_attention import BlockCyclic, ExchangeError, hf
 from tree_attention.hf import CACHE_NAME, attention
 from tree_attention.hf.cache import chosen_keys, token_split
@@ -61,6 +61,7 @@ def _tokens(model: Any, length: int = LENGTH) -> Tensor:
     return model.generate(**_prompt(length), **greedy(NUM_TOKENS))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", KNOWN)
 def test_other_tests_can_tell_attention_to_all_keys(name: str) -> None:
     """By logits, as well as they compare them."""
@@ -78,8 +79,9 @@ def _choose_alone(scores: Tensor, slots: Tensor, *_: Any, **__: Any) -> tuple[Te
     return scores, slots
 
 
+@pytest.mark.deep
 @on_ranks(2)
-@pytest.mark.parametrize("name", tiers([M3], [V32]))
+@pytest.mark.parametrize("name", [M3, V32])
 def test_other_tests_can_tell_what_ranks_choose_alone(
     rank: int, world_size: int, name: str
 ) -> None:
@@ -105,7 +107,7 @@ def _tied() -> Any:
     return model
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", tiers([2], [1]))
 def test_keys_of_equal_score_are_chosen_by_slot(world_size: int) -> None:
     tokens, *_ = generated(_tied(), _prompt(), **greedy(NUM_TOKENS))
     run_ranks(_tie, world_size, tokens)
@@ -128,8 +130,9 @@ def _by_shares(rank: int, world_size: int, name: str, said: Any) -> None:
         assert (found[1] - said[1]).abs().max() < said[2] / 10, (shares, options)
 
 
-@pytest.mark.parametrize("world_size", tiers([2], [3]))
-@pytest.mark.parametrize("name", tiers([V32], [M3]))
+@pytest.mark.deep
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", [V32, M3])
 def test_ranks_of_unequal_shares(name: str, world_size: int) -> None:
     said = generated(make_model(CHOOSING[name]), _prompt(), **greedy(NUM_TOKENS))
     run_ranks(_by_shares, world_size, name, said)
@@ -234,7 +237,7 @@ def test_a_chunk_is_scored_in_pieces(rank: int, world_size: int, name: str) -> N
     assert len(sizes) > choosing * NUM_TOKENS  # forward passes
 
 
-@pytest.mark.parametrize("name", [V32, M3])
+@pytest.mark.parametrize("name", tiers([V32], [M3]))
 @on_ranks(3)
 def test_what_travels_for_a_split_prompt(rank: int, world_size: int, name: str) -> None:
     """All rows of the cache once a chunk and layer, in pieces of a bounded size, and no choice."""
@@ -271,6 +274,7 @@ def test_what_travels_for_a_split_prompt(rank: int, world_size: int, name: str) 
     torch.testing.assert_close(logits, wanted, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.deep
 @on_ranks(2)
 def test_pages_are_blocks_whatever_the_length(rank: int, world_size: int) -> None:
     """Of prompts whose last chunk is odd and split, and of caches with room for part of a block."""
@@ -350,7 +354,8 @@ def _say_in_fp8(rank: int, world_size: int, said: Any, rows: list[Tensor]) -> No
         assert differs.float().mean() < 2e-3
 
 
-@pytest.mark.parametrize("world_size", tiers([2], [1, 3]))
+@pytest.mark.deep
+@pytest.mark.parametrize("world_size", [2, 1, 3])
 def test_latents_of_fp8(world_size: int) -> None:
     model = _model()
     cache = rounded_cache(model.config, "fp8")
@@ -368,8 +373,9 @@ def _with_assistants(rank: int, world_size: int, name: str, tokens: Tensor) -> N
         assert torch.equal(found, tokens)
 
 
-@pytest.mark.parametrize("world_size", tiers([2], [1, 3]))
-@pytest.mark.parametrize("name", tiers([M3], [V32]))
+@pytest.mark.deep
+@pytest.mark.parametrize("world_size", [2, 1, 3])
+@pytest.mark.parametrize("name", [M3, V32])
 def test_assistants_that_choose_their_keys(name: str, world_size: int) -> None:
     """Candidates that are refused are taken back, with the keys of the index."""
     tokens, *_ = generated(make_model(CHOOSING[name]), _prompt(), **greedy(NUM_TOKENS))
@@ -386,7 +392,8 @@ def _read_in_8_bits(rank: int, world_size: int, path: Path, said: Any) -> None:
             assert all(x.dtype == torch.float32 for x in indexer.parameters())
 
 
-@pytest.mark.parametrize("name", tiers([M3], [V32]))
+@pytest.mark.deep
+@pytest.mark.parametrize("name", [M3, V32])
 def test_weights_of_8_bits(name: str, tmp_path: Path) -> None:
     """Those of the index are not quantised, with which other keys would be chosen."""
     model = make_model(CHOOSING[name])
@@ -449,7 +456,7 @@ def test_an_index_that_computes_otherwise_is_refused(called: str) -> None:
         UNKNOWN[called]()
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", tiers_of(KNOWN, quick=[V32, M3]))
 def test_without_a_tree_cache(name: str) -> None:
     says = "an index chooses the keys of this model, and they must be in a TreeCache: call"
     model = make_model(CHOOSING[name])

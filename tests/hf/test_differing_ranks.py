@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed import on_ranks
+from tiers import tiers
 
 pytest.importorskip("transformers")
 
@@ -116,23 +117,33 @@ def _other_random_state(arguments: dict[str, Any]) -> None:
     torch.manual_seed(99)
 
 
+INPUTS = r"inputs \(.* the same: broadcast them\) is .* on rank 2, .* on rank 0"
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
-    [
-        (_other_inputs, r"inputs \(.* the same: broadcast them\) is .* on rank 2, .* on rank 0"),
-        (_other_mask, r"inputs \(.* the same: broadcast them\) is .* on rank 2, .* on rank 0"),
-        (_other_length, r"inputs \(.* the same: broadcast them\) is .* on rank 2, .* on rank 0"),
-        (_other_settings, "generation setting max_new_tokens is 6 on rank 2, 5 on rank 0"),
-        (_other_temperature, "generation setting temperature is 0.7 on rank 2, 1.0 on rank 0"),
-        (_other_penalty, r"logits processor 0 is Repetition.*penalty=1.5, .* rank 2, .*=1.2, "),
-        (_other_bias, r"logits processor 1 is _Bias\(bias=torch.float32 \[2\] .* on rank 2, _B"),
-        (_other_kind, "logits processor 1 is MinLength.* on rank 2, _Bias"),
-        (_one_processor, "logits processor 1 is None on rank 2, _Bias"),
-        (_other_criterion, r"stopping criterion 0 is EosToken.* \[1\] .* on rank 2, EosToken"),
-        (_other_prefix, "prefix_allowed_tokens_fn is .*<lambda> on rank 2, .*_allowed_up_to"),
-        (_other_synchronization, "synchronize_logits is True on rank 2, False on rank 0"),
-        (_other_random_state, r"random state \(see seed_ranks\) is .* on rank 2, .* on rank 0"),
-    ],
+    tiers(
+        [
+            (_other_inputs, INPUTS),
+            (_other_settings, "generation setting max_new_tokens is 6 on rank 2, 5 on rank 0"),
+            (_other_penalty, r"logits processor 0 is Repetition.*penalty=1.5, .* rank 2, .*=1.2, "),
+            (_one_processor, "logits processor 1 is None on rank 2, _Bias"),
+            (_other_synchronization, "synchronize_logits is True on rank 2, False on rank 0"),
+            (_other_random_state, r"random state \(see seed_ranks\) is .* on rank 2, .* on rank 0"),
+        ],
+        [
+            (_other_mask, INPUTS),
+            (_other_length, INPUTS),
+            (_other_temperature, "generation setting temperature is 0.7 on rank 2, 1.0 on rank 0"),
+            (
+                _other_bias,
+                r"logits processor 1 is _Bias\(bias=torch.float32 \[2\] .* on rank 2, _B",
+            ),
+            (_other_kind, "logits processor 1 is MinLength.* on rank 2, _Bias"),
+            (_other_criterion, r"stopping criterion 0 is EosToken.* \[1\] .* on rank 2, EosToken"),
+            (_other_prefix, "prefix_allowed_tokens_fn is .*<lambda> on rank 2, .*_allowed_up_to"),
+        ],
+    ),
 )
 @on_ranks(3)
 def test_differences_between_ranks_are_found(
@@ -225,6 +236,7 @@ def test_private_attributes_may_differ() -> None:
     assert describe(one, with_attributes=True) == describe(other, with_attributes=True)
 
 
+@pytest.mark.deep
 def test_descriptions_end_where_nobody_waits_for_them() -> None:
     trie = {i: {j: {} for j in range(1000)} for i in range(1000)}
     begin = time.process_time()
@@ -373,6 +385,7 @@ def test_what_makes_no_difference_is_accepted(rank: int, world_size: int) -> Non
         model.generate(**make_prompts(), **GREEDY)
 
 
+@pytest.mark.deep
 @on_ranks(2, fresh=True)
 def test_a_rank_that_does_not_generate_is_missed(rank: int, world_size: int) -> None:
     model = hf.enable(make_model("llama"), timeout=LOST_AFTER_SECONDS)

@@ -116,6 +116,7 @@ def grow_and_wait(layer: far.FarLayer, num_slots: int) -> None:
     layer.host.wait()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("wrong", WRONG)
 def test_no_step_waits_for_a_copy_of_keys(wrong: str) -> None:
     """The copy of a page takes as long as several steps, and its step no longer than others."""

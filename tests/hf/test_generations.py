@@ -3,7 +3,7 @@
 
 Each row of `TABLE` is served in all its ways: prompts split, weights split, windows that leave
 slots behind. Of a row's families, operations, caches, ways and worlds the quick tier has each once,
-and both tiers together have every two of them (`pairwise.py`).
+if the row is one of `QUICK_ROWS`, and both tiers together have every two of them (`pairwise.py`).
 
 The mistakes these tests are for: a token that no rank or two compute, a key in the wrong slot or on
 the wrong rank, a slot that a query sees and that is gone, a slice of a weight that is off by a row,
@@ -378,6 +378,17 @@ if len(CHOOSING) == len(hf_families.CHOOSING):  # not before transformers 5.24
     }
 
 
+# Those that others have no quick case of. The quick cases of other rows are deep.
+QUICK_ROWS = {
+    "prompts, families",
+    "prompts, operations",
+    "weights, uneven",
+    "shares of weights",
+    "8 bits",
+}
+assert TABLE.keys() >= QUICK_ROWS
+
+
 class Case(NamedTuple):
     family: str
     operation: str
@@ -602,7 +613,8 @@ def _params() -> list[Any]:
             cases = [case for case in chosen.values[0] if case.family in group]
             label = f"{name}-{group[0]}-{chosen.id}"
             if cases:
-                found.append(pytest.param(name, cases, marks=chosen.marks, id=label))
+                marks = chosen.marks if name in QUICK_ROWS else pytest.mark.deep
+                found.append(pytest.param(name, cases, marks=marks, id=label))
     return found
 
 

@@ -128,9 +128,7 @@ def _generate(rank: int, world_size: int, arguments: dict[str, Any], tokens: Ten
 
 
 @worlds
-@pytest.mark.parametrize(
-    "case", tiers_of(CASES, quick=["beams", "sampling", "chunks_of_7", "without_cache"])
-)
+@pytest.mark.parametrize("case", tiers_of(CASES, quick=["chunks_of_7"]))
 def test_ways_to_generate(case: str, world_size: int) -> None:
     run_ranks(_generate, world_size, CASES[case], _expected_tokens(case))
 
@@ -154,7 +152,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    tiers_of(OPTIONS, quick=["uneven_then_cyclic", "three_allreduce", "synchronized_logits"]),
+)
 def test_options_of_enable(name: str) -> None:
     run_ranks(_generate_with_options, 3, OPTIONS[name], _expected_tokens("without_cache"))
 
@@ -195,7 +196,7 @@ def _two_turns(
         assert cache.get_seq_length() == 0
 
 
-@worlds
+@by_world([], [3, 1, 2])
 def test_second_turn_on_the_same_cache(world_size: int) -> None:
     prompts = make_prompts()
     first = plain_model("llama").generate(**prompts, **GREEDY)
@@ -229,7 +230,7 @@ def _prompt_lookup(rank: int, world_size: int, prompt: Tensor, tokens: Tensor) -
     return max(crops)
 
 
-@worlds
+@by_world([], [3, 1, 2])
 def test_prompt_lookup(world_size: int) -> None:
     """Candidates that are refused are cropped from the cache, on ranks that hold them and not."""
     prompt = make_prompts(batch=1)["input_ids"]
@@ -248,6 +249,7 @@ def _assisted(rank: int, world_size: int, prompt: Tensor, tokens: Tensor) -> Non
     assert torch.equal(found, tokens)
 
 
+@pytest.mark.deep
 def test_an_assistant_model() -> None:
     """Every rank runs the whole assistant; its candidates are cropped like those of a lookup."""
     prompt = make_prompts(batch=1)["input_ids"]

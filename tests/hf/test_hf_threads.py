@@ -65,10 +65,12 @@ def test_two_at_once_over_ranks_are_never_mixed() -> None:
             assert re.search("thread|digest of the inputs|failed|no answer|no word", error), error
 
 
+@pytest.mark.deep
 def test_two_at_once_in_a_world_of_one() -> None:
     assert run_ranks(at_once, 1, fresh=True) == [[]]
 
 
+@pytest.mark.deep
 @on_ranks(2)
 def test_ranks_may_generate_in_threads_of_other_names(rank: int, world_size: int) -> None:
     """Rank 0 generates in a new thread for each request, the others in their main thread."""

@@ -88,7 +88,7 @@ def test_padding_chunks_and_beams(name: str, world_size: int) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiers_of(NAMES, quick=NAMES_QUICK[::3]))
 def test_only_states_that_go_on_are_read_in_chunks(name: str) -> None:
     """Where a chunk begins with an empty state, the prompt is read whole."""
     model = make_model(HYBRIDS[name])
@@ -125,7 +125,7 @@ def _longer(ids: Tensor) -> Tensor:
     return torch.cat((ids, _prompts(1, 7)["input_ids"]), dim=1)
 
 
-@by_world([2], [1])
+@by_world([], [2, 1])
 def test_a_kept_cache_goes_on(world_size: int) -> None:
     model = make_model(HYBRIDS[NAME])
     first = model.generate(**_prompts(1), **GREEDY, return_dict_in_generate=True)
@@ -230,7 +230,7 @@ def test_what_states_cannot_do_is_refused(tmp_path: Path) -> None:
         hf.enable(model, prefill="split")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiers_of(NAMES, quick=NAMES_QUICK[::3]))
 def test_decoding_that_takes_tokens_back_is_refused(name: str) -> None:
     """By transformers, or by the cache where transformers could go back with a state of its own."""
     model = hf.enable(make_model(HYBRIDS[name]))
@@ -335,7 +335,7 @@ def _ending_in_a_state(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", tiers_of(NAMES, quick=NAMES_QUICK[::3]))
+@pytest.mark.parametrize("name", tiers_of(NAMES, quick=NAMES_QUICK[::6]))
 def test_a_second_turn_where_the_last_layer_keeps_a_state(name: str) -> None:
     """The steps of one token before it have ended, though that layer moves on in place."""
     model, plain = hf.enable(_ending_in_a_state(name)), _ending_in_a_state(name)
@@ -349,7 +349,7 @@ def test_a_second_turn_where_the_last_layer_keeps_a_state(name: str) -> None:
 
 
 @pytest.mark.skipif("Jamba" not in NAMES, reason="this release of transformers has no Jamba")
-@pytest.mark.parametrize("max_length", [None, 64])
+@pytest.mark.parametrize("max_length", tiers([64], [None]))
 @torch.no_grad()
 def test_a_pass_that_would_forget_states_is_refused(max_length: int | None) -> None:
     """By the sentence, of which the cache does not notice; `generate` gives tokens one by one."""
@@ -376,7 +376,10 @@ def test_a_pass_that_would_forget_states_is_refused(max_length: int | None) -> N
         model.generate(ids, prefill_chunk_size=9, **GREEDY)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("LFM")])
+@pytest.mark.parametrize(
+    "name",
+    tiers_of((x for x in NAMES if not x.startswith("LFM")), quick=NAMES_QUICK[:1]),
+)
 @torch.no_grad()
 def test_a_pass_that_ends_inside_the_last_layer_is_refused(name: str) -> None:
     """Before its recurrent state, in a prompt and in a later pass."""

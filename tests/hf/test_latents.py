@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed import run_ranks
-from tiers import by_world, tiers_of
+from tiers import by_world
 
 pytest.importorskip("transformers")
 
@@ -35,8 +35,6 @@ from tree_attention.hf.cache import latent, operands
 GREEDY = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
 SIZES = {"kv_lora_rank": 24, "qk_rope_head_dim": 4}  # of the model in hf_models
 
-worlds = by_world([3], [1, 2])
-
 
 def _prompts_of_family() -> dict[str, Tensor]:
     prompts = make_prompts()
@@ -50,7 +48,8 @@ def _generate_family(rank: int, world_size: int, name: str, tokens: Tensor) -> N
         assert torch.equal(model.generate(**_prompts_of_family(), **GREEDY), tokens), prefill
 
 
-@pytest.mark.parametrize("name", tiers_of(LATENT, quick=LATENT[:1]))
+@pytest.mark.deep
+@pytest.mark.parametrize("name", LATENT)
 def test_families_over_three_ranks(name: str) -> None:
     if not WORKING[name].exists:
         pytest.skip(f"this release of transformers has no {name}")
@@ -94,7 +93,7 @@ def _generate_in_ways(rank: int, world_size: int, expected: dict[str, Tensor]) -
         assert torch.equal(found, tokens), way
 
 
-@worlds
+@by_world([], [3, 1, 2])
 def test_ways_to_generate(world_size: int) -> None:
     """Rows that are repeated, reordered and cropped, and prompts in chunks."""
     run_ranks(_generate_in_ways, world_size, {way: _expected(way) for way in WAYS})
@@ -134,7 +133,7 @@ def _in_pieces_of_own_heads(rank: int, world_size: int, tokens: Tensor) -> None:
             assert torch.equal(model.generate(**make_prompts(3, LONG), **GREEDY), tokens)
 
 
-@by_world([2], [3])
+@by_world([], [2, 3])
 def test_prompts_are_expanded_by_ranks_of_unequal_shares(world_size: int) -> None:
     tokens = make_model("deepseek").generate(**make_prompts(3, LONG), **GREEDY)
     run_ranks(_in_pieces_of_own_heads, world_size, tokens)
@@ -159,7 +158,7 @@ def _two_turns(rank: int, world_size: int, tokens: Tensor) -> None:
     assert torch.equal(model.generate(**prompts, **GREEDY, **{CACHE_NAME: cache}), tokens)
 
 
-@worlds
+@by_world([3], [1, 2])
 def test_a_resharded_cache_goes_on_with_the_same_tokens(world_size: int) -> None:
     run_ranks(_two_turns, world_size, _expected("greedy"))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
+from tiers import tiers_of
 
 pytest.importorskip("transformers")
 
@@ -67,7 +68,7 @@ def _with_cache_of_8_bits_and_saved(rank: int, world_size: int, name: str, path:
     assert torch.equal(found, whole)
 
 
-@of_each
+@pytest.mark.parametrize("name", tiers_of(OWN_ATTENTION, quick=["BLOOM"]))
 def test_saved_cache_of_8_bits_on_shards(name: str, tmp_path: Path) -> None:
     run_ranks(_with_cache_of_8_bits_and_saved, 2, name, tmp_path)
 

@@ -214,7 +214,7 @@ def _after_enable(rank: int, world_size: int, expected: Tensor) -> None:
             assert vars(model)[name] is wrapper
 
 
-@by_world([1], [2])
+@by_world([], [1, 2])
 def test_methods_that_wrap_those_of_enable(world_size: int) -> None:
     run_ranks(_after_enable, world_size, _expected(None))
 

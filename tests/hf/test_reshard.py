@@ -93,7 +93,7 @@ def _go_on(
 
 @pytest.mark.parametrize(
     "world_size, kv_dtype",
-    tiers_of(product((1, 2, 3), (None, "int8", "fp8")), [(1, "fp8"), (2, "int8"), (3, None)]),
+    tiers_of(product((1, 2, 3), (None, "int8", "fp8")), [(2, "int8")]),
 )
 def test_generation_goes_on_with_the_same_tokens(world_size: int, kv_dtype: str | None) -> None:
     model = hf.enable(make_model("llama"), kv_dtype=kv_dtype)

@@ -176,7 +176,7 @@ def _swap_directories(rank: int, world_size: int, directory: Path) -> None:
     assert hf.TreeCache.load(own, model.config, group).get_seq_length() == 5
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", tiers([2], [4]))
 def test_heads_of_another_tensor_rank_are_refused(world_size: int, tmp_path: Path) -> None:
     run_ranks(_swap_directories, world_size, tmp_path)
 
@@ -196,7 +196,7 @@ def _save_with_a_communicator(rank: int, world_size: int, directory: Path) -> No
         hf.TreeCache.load(other, model.config, group)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", tiers([2], [4]))
 def test_the_model_says_which_heads_a_communicator_of_the_user_holds(
     world_size: int, tmp_path: Path
 ) -> None:

@@ -276,6 +276,7 @@ def test_a_damaged_directory_is_refused(damage: str, tmp_path: Path) -> None:
     assert caught.value.__cause__ is None  # a program's traceback shows this sentence alone
 
 
+@pytest.mark.deep
 def test_any_flipped_bit_of_the_index_is_found(tmp_path: Path) -> None:
     filled().save(tmp_path)
     file = tmp_path / "index.json"

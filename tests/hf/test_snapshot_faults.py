@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from distributed import run_ranks, start_process
+from tiers import tiers
 
 pytest.importorskip("transformers")
 
@@ -220,6 +221,7 @@ def _die_while_saving(rank: int, world_size: int, directory: Path) -> str:
     return str(caught.value)
 
 
+@pytest.mark.deep
 def test_a_rank_killed_while_saving_leaves_the_last_one(tmp_path: Path) -> None:
     errors = run_ranks(_die_while_saving, 3, tmp_path, lost=[1])
     assert all("rank 1" in errors[rank] for rank in (0, 2))
@@ -244,8 +246,8 @@ def _die_at(directory: Path, moment: int, is_second: bool) -> None:
         cache.save(directory)
 
 
-@pytest.mark.parametrize("moment", [1, 2, 3, 4])
-@pytest.mark.parametrize("is_second", [False, True])
+@pytest.mark.parametrize("moment", tiers([2, 4], [1, 3]))
+@pytest.mark.parametrize("is_second", tiers([True], [False]))
 def test_a_process_killed_at_any_moment_leaves_one_of_both(
     is_second: bool, moment: int, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from distributed import on_ranks, run_ranks
-from tiers import by_world, tiers_of
+from tiers import by_world, tiers, tiers_of
 
 pytest.importorskip("transformers")
 
@@ -60,7 +60,7 @@ def _ways(rank: int, world_size: int, name: str, chunks: list[int]) -> list[Tens
     return found
 
 
-@pytest.mark.parametrize("name", tiers_of(CONFIGS, quick=["mistral_window", "gpt_oss", "deepseek"]))
+@pytest.mark.parametrize("name", tiers_of(CONFIGS, quick=["mistral_window", "deepseek"]))
 def test_passing_queries_or_keys(name: str) -> None:
     with torch.no_grad():
         logits = make_model(name)(_ids(37, 2)).logits
@@ -94,7 +94,7 @@ def _shares(rank: int, world_size: int, prefill: str, chunks: list[int]) -> list
 
 
 @by_world([3], [2, 4])
-@pytest.mark.parametrize("prefill", ["auto", "split", "replicated"])
+@pytest.mark.parametrize("prefill", tiers(["auto"], ["split", "replicated"]))
 def test_ranks_share_the_work(world_size: int, prefill: str) -> None:
     threshold = {"auto": 64 * world_size, "split": world_size, "replicated": 10**6}[prefill]
     chunks = [64 * world_size, world_size, 64 * world_size - 1, world_size - 1, 1, 300]
@@ -130,7 +130,7 @@ def _bytes(rank: int, world_size: int, passes_queries: bool, is_by_owner: bool) 
 
 @pytest.mark.parametrize("is_by_owner", [True, False])
 @pytest.mark.parametrize("passes_queries", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
+@by_world([2], [3])
 def test_bytes_are_those_of_the_formula(
     world_size: int, passes_queries: bool, is_by_owner: bool
 ) -> None:

@@ -83,7 +83,7 @@ def generate(rank: int, world_size: int, name: str, case: str, expected: Tensor)
     tiers_of(
         [("llama", case) for case in CASES]
         + [(name, "prompts split") for name in CONFIGS if name != "llama"],
-        [*(("llama", case) for case in CASES), ("gemma2", "prompts split")],
+        [("llama", case) for case in ("padded", "prompt lookup", "int8", "prompts split")],
     ),
 )
 def test_tokens_are_those_of_transformers(name: str, case: str, world_size: int) -> None:
@@ -103,7 +103,7 @@ def generate_otherwise(rank: int, world_size: int, expected: Tensor) -> None:
     assert torch.equal(split.generate(ids, **GREEDY), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@by_world([1], [2])
 def test_assistants_embeddings_and_split_weights(world_size: int) -> None:
     expected = plain_model("llama").generate(**make_prompts(batch=1), **GREEDY)
     run_ranks(generate_otherwise, world_size, expected)
@@ -197,7 +197,7 @@ def test_operations(world_size: int, tmp_path: Path) -> None:
     run_ranks(operate, world_size, layouts, tmp_path)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@by_world([1], [2])
 @on_ranks()
 def test_what_does_not_fit_is_refused(rank: int, world_size: int) -> None:
     layout = layout_of(world_size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from distributed import on_ranks
+from tiers import by_world
 
 pytest.importorskip("transformers")
 pytest.importorskip("torchao")
@@ -25,7 +26,7 @@ def _quantised_model() -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@by_world([2], [1])
 @on_ranks()
 def test_quantised_weights(rank: int, world_size: int) -> None:
     prompts = make_prompts()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from distributed import on_ranks, run_ranks
-from tiers import by_world
+from tiers import by_world, tiers
 
 pytest.importorskip("transformers")
 
@@ -32,6 +32,7 @@ from tree_attention.hf.cache.growing import TreeCacheLayer
 from tree_attention.hf.cache.window import MARGIN, STEP, WindowLayer
 from window_caches import (
     CONFIG,
+    MAX_LENGTH,
     WINDOW,
     append,
     check_holds,
@@ -43,7 +44,7 @@ from window_caches import (
 
 
 @fixed_or_not
-@by_world([2], [1, 3, 4])
+@by_world([], [2, 1, 3, 4])
 @on_ranks()
 def test_chunks_see_their_windows_and_the_rest_is_dropped(
     rank: int, world_size: int, max_length: int | None
@@ -56,7 +57,7 @@ def test_chunks_see_their_windows_and_the_rest_is_dropped(
         append(cache, 20)
 
 
-@fixed_or_not
+@pytest.mark.parametrize("max_length", tiers([None], [MAX_LENGTH]))
 @by_world([2], [1, 3, 4])
 @on_ranks()
 def test_any_order_of_operations(rank: int, world_size: int, max_length: int | None) -> None:
@@ -277,6 +278,7 @@ def _kept_bytes(
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bytes_of_gemma_3_1b(world_size: int) -> None:
     """At 8k tokens at most 30 % of the bytes of layers that keep all keys, on every rank."""
