@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distributed import on_ranks
 from engine import stub_of_vllm
 from faults import AMPLE
+from tiers import tiers
 from tree_attention import ExchangeError
 
 
@@ -105,7 +106,7 @@ def test_graphs_are_kept_by_what_they_call(rank: int, world_size: int) -> None:
         assert factor() == f"tp:0: {comm._sums.name}, {comm._gathers.name}"
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "gather", "reduce_scatter"])
+@pytest.mark.parametrize("name", tiers(["all_reduce"], ["all_gather", "gather", "reduce_scatter"]))
 @on_ranks(2, lost=[1])
 def test_a_lost_rank_is_an_error_in_time(rank: int, world_size: int, name: str) -> None:
     with stub_of_vllm():

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from engine import stub_of_vllm
 from faults import AMPLE
+from tiers import tiers
 from tree_attention.vllm import __main__ as program
 from tree_attention.vllm import hosts, register
 
@@ -73,6 +74,7 @@ def test_the_option_that_differs_is_named_on_every_host() -> None:
         assert "and '4096' on" in error and error.endswith("--node-rank 1")
 
 
+@pytest.mark.deep
 def test_a_version_that_one_host_lacks() -> None:
     assert all("got '2.13' on" in error for error in meet([{"torch": "2.13"}, {}]))
 
@@ -91,6 +93,7 @@ def test_two_hosts_with_one_rank() -> None:
     assert any(same in str(error) for error in errors)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("numbers", [(2, 3), (3, 2)])
 def test_hosts_that_expect_different_numbers(numbers: tuple[int, int]) -> None:
     """Neither waits for hosts that the other does not know of."""
@@ -99,6 +102,7 @@ def test_hosts_that_expect_different_numbers(numbers: tuple[int, int]) -> None:
         assert f"--nnodes must be equal on all hosts, got '{numbers[0]}' on" in str(error)
 
 
+@pytest.mark.deep
 def test_a_host_that_leaves_while_all_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its note is there, and the first host does not wait for it without an end."""
     monkeypatch.setattr(hosts, "MEETING_SECONDS", 1.0)
@@ -118,6 +122,7 @@ def test_an_address_that_no_other_host_reaches(monkeypatch: pytest.MonkeyPatch) 
         hosts._exchange(store, 0, 0, 2, {}, print, 60.0, print)
 
 
+@pytest.mark.deep
 def test_a_host_that_never_comes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="no host with --node-rank 1 came in 1 s"):
         hosts.meet("127.0.0.1", free_port(), 0, 2, {}, print, start_seconds=1.0)
@@ -169,6 +174,7 @@ def test_the_pages_look_at_vllms_port() -> None:
     assert len(ports) == 4 and set(ports) == {"29501"}
 
 
+@pytest.mark.deep
 def test_somebody_else_at_the_address() -> None:
     """Who takes the connection and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -430,7 +436,7 @@ def test_a_line_says_whose_attention_it_is(
     assert ": attention by tree_attention " in said and said.endswith("); processors 0|1\n")
 
 
-@pytest.mark.parametrize("case", ["lost", "lost, as vLLM saw first", "told to end"])
+@pytest.mark.parametrize("case", tiers(["lost", "told to end"], ["lost, as vLLM saw first"]))
 def test_a_server_knows_why_its_engine_ended(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, server = Namespace(is_running=True, errored=False), Namespace(should_exit=False)
     watch, left = Namespace(was_told=False), queue.Queue()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distributed import on_ranks
 from engine import Engine, stub_of_vllm
-from tiers import tiers
+from tiers import tiers, tiers_of
 from tree_attention import ExchangeError
 from tree_attention.vllm import batches
 
@@ -53,9 +53,11 @@ def _stub() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_steps_are_attention(options) -> None:
-    check_steps(Engine(options=options))
+@pytest.mark.parametrize(
+    "name", tiers_of(OPTIONS, quick=["full", "softcap", "alibi", "window and sinks"])
+)
+def test_steps_are_attention(name: str) -> None:
+    check_steps(Engine(options=OPTIONS[name]))
 
 
 @pytest.mark.parametrize("block_size", [1, 5, 128])
@@ -68,22 +70,22 @@ def test_steps_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 0.25)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", tiers([torch.float32], [torch.bfloat16]))
 def test_steps_with_a_cache_of_8_bits(dtype: torch.dtype, scales: tuple[float, float]) -> None:
     options = {"kv_cache_dtype": "fp8", "sliding_window": 20}
     check_steps(Engine(dtype=dtype, options=options, scales=scales))
 
 
 @pytest.mark.parametrize("world_size, interleave", tiers([(3, 4)], [(2, 1), (2, 16)]))
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("name", tiers_of(OPTIONS, quick=["window and sinks"]))
 @on_ranks()
 def test_steps_with_context_parallelism(
-    rank: int, world_size: int, options: dict, interleave: int
+    rank: int, world_size: int, name: str, interleave: int
 ) -> None:
     torch.manual_seed(0)
     group = SimpleNamespace(world_size=world_size, rank=rank, cpu_group=dist.group.WORLD)
     with stub_of_vllm():
-        check_steps(Engine(group, interleave, num_kv_heads=1, options=options))
+        check_steps(Engine(group, interleave, num_kv_heads=1, options=OPTIONS[name]))
 
 
 @on_ranks(2)

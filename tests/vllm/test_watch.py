@@ -76,6 +76,7 @@ def wait_for_statuses(hosts: list[Host], status: int) -> None:
     assert [host.status for host in hosts] == [status] * len(hosts)
 
 
+@pytest.mark.deep
 def test_a_silent_host_is_named_by_all_others() -> None:
     with watched(3, timeout=3.0) as (first, silent, third):
         assert not first.said
@@ -117,6 +118,7 @@ def test_a_first_host_that_was_told_to_end_tells_the_others() -> None:
         assert not any(host.said for host in hosts)
 
 
+@pytest.mark.deep
 def test_all_hosts_may_be_told_to_end() -> None:
     """The first one takes longer than the others."""
     with watched(2, timeout=60.0) as (first, second):
