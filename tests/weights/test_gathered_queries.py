@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from distributed import run_ranks
-from tiers import tiers
 
 pytest.importorskip("transformers")
 
@@ -83,9 +82,10 @@ def _on_rank(
     return found
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "world_size, size, given",
-    tiers([(2, 1, None), (3, 1, [1, 2, 0])], [(3, 1, None), (4, 2, None), (4, 2, [3, 3, 1, 1])]),
+    [(2, 1, None), (3, 1, [1, 2, 0]), (3, 1, None), (4, 2, None), (4, 2, [3, 3, 1, 1])],
 )
 def test_ranks_compute_parts_and_have_the_same_queries(
     world_size: int, size: int, given: list[int] | None

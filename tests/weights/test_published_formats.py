@@ -120,7 +120,7 @@ def _generate(rank: int, world_size: int, path: Path, name: str) -> list[Tensor]
     ]
 
 
-@pytest.mark.parametrize("name", tiers_of(PUBLISHED, quick=["DeepSeek-V3", "GPT-OSS"]))
+@pytest.mark.parametrize("name", tiers_of(PUBLISHED, quick=["DeepSeek-V3"]))
 def test_split_weights_equal_whole_ones(name: str, tmp_path: Path) -> None:
     """Read by slices on two ranks, and quantised anew, they say what one rank says."""
     PUBLISHED[name](tmp_path)
@@ -152,7 +152,12 @@ def test_numbers_are_those_of_the_file(tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter(name), expected)
 
 
-@pytest.mark.parametrize("name", [x for x in PUBLISHED if x in WITH_INDEX])
+@pytest.mark.parametrize(
+    "name",
+    tiers_of(
+        [x for x in PUBLISHED if x in WITH_INDEX], [x for x in PUBLISHED if x == "DeepSeek-V3.2"]
+    ),
+)
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Which reads the same numbers from files without scales."""
     PUBLISHED[name](tmp_path)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distributed import run_ranks
-from tiers import tiers, tiers_of
+from tiers import tiers_of
 
 pytest.importorskip("transformers")
 
@@ -49,9 +49,7 @@ def check_product(
 
 @pytest.mark.parametrize(
     "scheme, dtype",
-    tiers_of(
-        itertools.product(SCHEMES, DTYPES), [("int8", torch.float32), ("int4", torch.bfloat16)]
-    ),
+    tiers_of(itertools.product(SCHEMES, DTYPES), [("int4", torch.bfloat16)]),
 )
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
@@ -121,11 +119,12 @@ def _tokens(
 
 NAMES = [*FAMILIES]
 WAYS = each_pair(itertools.product(SCHEMES, (2, 3, 4), (False, True)))
-QUICK = [("int8", 2, False, NAMES[::2]), ("int4", 2, True, NAMES[1::2])]
+SOME = [("int8", 2, False, NAMES[::2]), ("int4", 2, True, NAMES[1::2])]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
-    "scheme, world_size, unequal, names", tiers(QUICK, [(*way, NAMES) for way in WAYS])
+    "scheme, world_size, unequal, names", [*SOME, *((*way, NAMES) for way in WAYS)]
 )
 def test_tokens_equal_those_of_one_process(
     scheme: str, world_size: int, unequal: bool, names: Sequence[str], tmp_path: Path
@@ -196,7 +195,7 @@ def test_a_compiled_forward(tmp_path: Path) -> None:
         torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("weights", [None, *SCHEMES])
+@pytest.mark.parametrize("weights", tiers_of([None, *SCHEMES], ["int8"]))
 @torch.no_grad()
 def test_default_device_is_not_the_models(weights: str | None, tmp_path: Path) -> None:
     make_model(WORKING["Qwen3-MoE"]).save_pretrained(tmp_path)

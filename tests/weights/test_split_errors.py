@@ -162,6 +162,7 @@ def test_other_linear_layers_are_named(rank: int, world_size: int) -> None:
         hf.parallelize(model)
 
 
+@pytest.mark.deep
 @on_ranks(4)
 def test_a_cache_over_another_group_of_the_same_size(rank: int, world_size: int) -> None:
     model = hf.parallelize(make_model("llama"), tensor_parallel_size=2)
@@ -262,6 +263,7 @@ def _damaged(rank: int, world_size: int, path: Path, damages: dict[str, tuple[st
     assert torch.equal(model.generate(**make_prompts(), **PROMPT), tokens)
 
 
+@pytest.mark.deep
 def test_damaged_checkpoints(tmp_path: Path) -> None:
     """On all ranks and on one of them: the others say what it said."""
     path = tmp_path / "whole"
