@@ -65,6 +65,7 @@ def test_exact(name, kv_dtype, dtype):
         assert_same_bits(result, problem.run(num_workers=num_workers))
 
 
+@pytest.mark.deep
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**31), seqlen_k=st.integers(1, 400), seqlen_q=st.integers(1, 5),

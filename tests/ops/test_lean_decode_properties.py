@@ -82,6 +82,7 @@ def test_any_sharding_equals_the_whole(sharded, num_workers):
     problem.check(*merged(problem, layout, num_workers=num_workers))
 
 
+@pytest.mark.deep
 @given(sharded_problems())
 def test_one_shard_is_the_local_kernel(sharded):
     problem, _ = sharded
