@@ -141,6 +141,7 @@ def test_a_slip_in_the_path_of_a_model_is_told(
     assert error.endswith(f"; did you mean {checkpoint}?\n")
 
 
+@pytest.mark.deep
 def test_verify_with_a_checkpoint_that_lacks_weights(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,6 +47,7 @@ def test_the_same_seed_gives_the_same_text(
     assert generated(capsys, checkpoint, *sampled, "--seed", seed)[0] == other != first
 
 
+@pytest.mark.deep
 def test_the_likeliest_alone_are_sampled(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
