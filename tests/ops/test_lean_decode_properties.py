@@ -39,7 +39,6 @@ def problems(draw, paged=True, min_seqlen_k=0) -> Problem:
     )
 
 
-@pytest.mark.deep
 @settings(max_examples=150)
 @given(problems(), st.integers(0, 40))
 def test_any_problem_with_any_workers(problem, num_workers):
@@ -73,7 +72,6 @@ def merged(problem: Problem, layout, **extra):
     return merge_states(*parts, out_dtype=problem.q.dtype)
 
 
-@pytest.mark.deep
 @settings(max_examples=100)
 @given(sharded_problems(), st.sampled_from([0, 1, 3]))
 def test_any_sharding_equals_the_whole(sharded, num_workers):
