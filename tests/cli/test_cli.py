@@ -192,6 +192,10 @@ def squeezed(capsys: pytest.CaptureFixture[str]) -> str:
     [
         (("--tensor-parallel-size", "3"), "--tensor-parallel-size must divide the number of proc"),
         (("--shares", "1,2,3"), "--shares: shares must be an integer from 0 to 1,024 for each of"),
+        (
+            ("--tensor-parallel-size", "2", "--shares", "3,1"),
+            "--shares: shares must be equal for the 2 consecutive ranks of each tensor group, got",
+        ),
         (("--strategy", "ring"), "--strategy must be one of auto, all_gather, "),
     ],
 )

@@ -8,11 +8,14 @@ that becomes random weights, a split model that is saved as if it were whole.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,10 +29,24 @@ pytest.importorskip("transformers")
 
 from split_models import make_model, make_prompts
 from tree_attention import BlockCyclic, ExchangeError, hf
+from tree_attention.exchange import Communicator
 from tree_attention.hf import CACHE_NAME
 
 BAD = (2, 0, -1, 6)
 PROMPT = {"max_new_tokens": 3, "do_sample": False}
+NUMBERS = " must be an integer from 0 to 1,024 for each of 3 ranks, and not all 0, got "
+BAD_SHARES: list[tuple[type[Exception], str, object]] = [
+    *((ValueError, NUMBERS, x) for x in ([1, 2], [0, 0, 0], [-1, 2, 3], [1, 1, 1025])),
+    *((TypeError, NUMBERS, x) for x in ([3.0, 1, 1], [True, 1, 1], [math.nan, 1, 1])),
+    (ValueError, r"\['cache'\]" + NUMBERS, {"cache": [1, 2]}),
+    (TypeError, " must be 'auto', or an integer for each of 3 ranks, got 'fair'", "fair"),
+    (ValueError, " must be of weights, cache, prompt, got 'keys'", {"keys": [3, 2, 1]}),
+]
+
+
+def nothing_sent() -> Any:
+    """Every exchange begins so, as does every comparison of ranks."""
+    return mock.patch.object(Communicator, "begin", side_effect=AssertionError("begun"))
 
 
 def _arguments(rank: int, world_size: int, path: str) -> None:
@@ -57,31 +74,6 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
             (ValueError, f"dtype must be .*, got {x!r}", partial(hf.from_pretrained, path, dtype=x))
             for x in ("bf16", torch.int8, torch.float8_e4m3fn)
         ),
-        *(
-            (
-                error,
-                "shares must be an integer from 0 to 1,024 for each of 3 ranks",
-                partial(x, shares=y),
-            )
-            for x in (
-                partial(split, model),
-                partial(hf.from_pretrained, path),
-                partial(hf.enable, model),
-            )
-            for error, y in (
-                (ValueError, [1, 2]),
-                (ValueError, [0, 0, 0]),
-                (TypeError, [3.0, 1, 1]),
-            )
-        ),
-        *(
-            (
-                ValueError,
-                "shares and layout both say",
-                partial(x, shares=[3, 2, 1], layout=BlockCyclic(3)),
-            )
-            for x in (partial(hf.from_pretrained, path), partial(hf.enable, model))
-        ),
         (
             ValueError,
             "enable: shares of weights are for from_pretrained and parallelize",
@@ -89,6 +81,25 @@ def _arguments(rank: int, world_size: int, path: str) -> None:
         ),
     ]
     _check(refusals)
+    calls = split, hf.from_pretrained, hf.enable
+    refusals = [
+        *(
+            (error, f"^{call.__name__}: shares{says}", partial(call, first, shares=shares))
+            for call, first in zip(calls, (model, path, model), strict=True)
+            for error, says, shares in BAD_SHARES
+        ),
+        *(
+            (
+                ValueError,
+                "shares and layout both say",
+                partial(call, first, shares=shares, layout=BlockCyclic(3)),
+            )
+            for call, first in ((hf.from_pretrained, path), (hf.enable, model))
+            for shares in ([3, 2, 1], "auto")
+        ),
+    ]
+    with nothing_sent():
+        _check(refusals)
     whole = model.state_dict()
     split(model)
     part = "each rank has only its part"
@@ -139,6 +150,27 @@ def _check(refusals: list[tuple[type[Exception], str, Callable[[], object]]]) ->
 def test_arguments(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     run_ranks(_arguments, 3, str(tmp_path))
+
+
+@on_ranks(4)
+def test_unequal_shares_in_a_tensor_group(rank: int, world_size: int) -> None:
+    model, enabled = (
+        make_model("llama"),
+        hf.parallelize(make_model("llama"), tensor_parallel_size=2),
+    )
+    says = r" must be equal for the 2 consecutive ranks of each tensor group, got \[3, 1, 3, 1\]"
+    given = {"shares": [3, 1, 3, 1]}
+    with nothing_sent():
+        _check(
+            [
+                (ValueError, f"^{call.__name__}: shares{says}", partial(call, first, **more))
+                for call, first, more in (
+                    (hf.parallelize, model, given | {"tensor_parallel_size": 2}),
+                    (hf.from_pretrained, "nowhere", given | {"tensor_parallel_size": 2}),
+                    (hf.enable, enabled, given),
+                )
+            ]
+        )
 
 
 class Linear(torch.nn.Module):
@@ -395,4 +427,12 @@ def test_shares_of_prompts_that_differ_are_found(rank: int, world_size: int) -> 
     with pytest.raises(
         ExchangeError, match=r"shares of a prompt is \(3, 2\) on rank 1, \(3, 1\) on"
     ):
+        model.generate(**make_prompts(), **PROMPT)
+
+
+@on_ranks(2)
+def test_measured_shares_and_given_ones(rank: int, world_size: int) -> None:
+    """Only the rank that measures asks the others."""
+    with pytest.raises(ExchangeError, match="call is generate on rank 1, enable on rank 0"):
+        model = hf.enable(make_model("llama"), shares=("auto", [3, 1])[rank], timeout=10)
         model.generate(**make_prompts(), **PROMPT)
