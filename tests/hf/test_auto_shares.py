@@ -210,6 +210,49 @@ def test_a_table_of_calibrate_is_taken(rank: int, world_size: int, tmp_path: Pat
             measuring.known_machines("measure", comm, CPU, 5.0, measuring.CALIBRATED)
 
 
+@on_ranks(2)
+def test_a_damaged_table_is_refused(rank: int, world_size: int, tmp_path: Path) -> None:
+    path = tmp_path / f"{rank}.json"
+    path.write_text("{}")
+    model = make_model("llama")
+    with mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": str(path)}):
+        for call in (hf.parallelize, hf.enable):
+            with pytest.raises(VariableError, match="table of exchange costs"):
+                call(model, shares="auto")
+
+
+@pytest.mark.parametrize(
+    ("rates", "nodes"), [((), (0, 0)), ((60, 20), (0, 1)), ((60, 20, 20), (0, 0, 0))]
+)
+@on_ranks(2)
+def test_hosts_that_a_table_has_not_are_measured(
+    rank: int, world_size: int, rates: tuple[float, ...], nodes: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / f"{rank}.json"
+    costs_of(path, hosts(*rates), nodes, 1e-5, 1e-3)
+    found = hosts(20, 60), LINK
+    with (
+        mock.patch.dict(os.environ, {"TREE_ATTENTION_COSTS": str(path)}),
+        mock.patch.object(measuring, "measure_all", return_value=found) as measure,
+    ):
+        model = hf.parallelize(make_model("llama"), shares="auto")
+    assert measure.call_count == 1
+    first, second = hf.mesh(model).shares.weights
+    assert first < second
+
+
+@on_ranks(2)
+def test_ranks_that_found_other_speeds(rank: int, world_size: int) -> None:
+    """As of tables that are not the same file."""
+    model = make_model("llama")
+    for call in (hf.parallelize, partial(hf.enable, prefill="split")):
+        with (
+            measured(60, (6, 20)[rank]),
+            pytest.raises(ExchangeError, match=r"shares is \(.*\) on rank 1, \(.*\) on rank 0"),
+        ):
+            call(model, shares="auto")
+
+
 @on_ranks(3)
 def test_ranks_outside_of_the_group_are_not_asked(rank: int, world_size: int) -> None:
     group = dist.new_group([0, 1])

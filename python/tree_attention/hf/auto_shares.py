@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .._numbers import integer
-from ..exchange import Communicator, on_every_rank
+from ..exchange import Communicator, Signature, on_every_rank
 from ..planning.arithmetic import PROMPTS, SPLIT, Work
 from ..planning.measuring import known_machines
 from ..planning.models import Model
@@ -77,16 +77,23 @@ def measured_group(
     return Group(model, form, machines, link, work, size)
 
 
-def choose(op: str, comm: Communicator, group: Group) -> ModelShares:
-    """The shares for a group; the first rank logs what they are and why.
+def choose(op: str, comm: Communicator, group: Group, timeout: float) -> ModelShares:
+    """Collective: the shares for a group; the first rank logs what they are and why.
 
     Raises:
         ValueError: the model fits under no shares.
+        ExchangeError: ranks found different ones.
     """
-    try:
-        shares = group.best
-    except ValueError as error:
-        raise ValueError(f"{op}: shares='auto': {error}") from None
+
+    def best() -> tuple[Signature, ModelShares]:
+        try:
+            shares = group.best
+        except ValueError as error:
+            raise ValueError(f"{op}: shares='auto': {error}") from None
+        return (("shares", tuple(shares)),), shares
+
+    # Each rank may have read a table of its own.
+    shares, _ = on_every_rank(op, comm, timeout, best)
     log = logging.getLogger("tree_attention")
     if comm.rank == 0:
         log.info(f"{op}: {said(group, shares)}")
@@ -122,14 +129,15 @@ def auto_for_enabled(
     """Collective: shares of the cache and of prompts of a model with replicated weights."""
     if comm.world_size == 1:
         return ModelShares()
+    timeout = comm.seconds_of(op, options["timeout"])
     group = measured_group(
         op,
         comm,
         lambda: shape_in(config, dtype, kv_dtype=options["kv_dtype"]),
-        timeout=comm.seconds_of(op, options["timeout"]),
+        timeout=timeout,
         device=device,
         is_split=False,
         max_length=options["max_length"],
         held=held,
     )
-    return choose(op, comm, group)
+    return choose(op, comm, group, timeout)

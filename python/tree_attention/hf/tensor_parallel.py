@@ -255,4 +255,4 @@ def _measure(
             max_length=max_length,
             held=held,
         )
-        mesh.take(choose(mesh.op, mesh.calls, group))
+        mesh.take(choose(mesh.op, mesh.calls, group, timeout))
