@@ -49,6 +49,13 @@ def test_same_tokens_and_logits_for_every_world(case: str) -> None:
             assert all(map(torch.equal, result, expected))
 
 
+@pytest.mark.deep
+def test_shares_keep_the_bits() -> None:
+    expected = run_ranks(generate, 1, "llama", {"deterministic": SIZE})[0]
+    for result in run_ranks(generate, 2, "llama", {"deterministic": SIZE, "shares": [2, 1]}):
+        assert all(map(torch.equal, result, expected))
+
+
 def generate_contiguous(rank: int, world_size: int) -> tuple[Tensor, ...]:
     bounds = (*range(0, 2 * SIZE * world_size, 2 * SIZE), 208)
     options = {"layout": Contiguous(bounds), "deterministic": SIZE}
