@@ -2,26 +2,35 @@
 """`generate --shares`: parts by numbers, by measured speed, and processes that are left out."""
 
 import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ranks_of_commands import Ended, started
 from tiers import tiers
+from tree_attention import ExchangeError
 from tree_attention.__main__ import main
+from tree_attention.cli import shares
 from unequal_hosts import costs_of, hosts
 
 PROMPT = "Keys and values never move." * 8
 
 
-def generate(checkpoint: Path, folder: Path, *options: str, serves: bool = False) -> list[Ended]:
-    """Two processes that say what one says."""
+def generate(
+    checkpoint: Path, folder: Path, *options: str, serves: bool = False, world_size: int = 2
+) -> list[Ended]:
+    """Processes that say what one says, as far as they are not left out."""
     model = "--model", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "9"
     assert main(["generate", *model, "--json", str(folder / "one.json")]) == 0
     files = "--same-tokens-as", str(folder / "one.json"), "--json", str(folder / "both.json")
-    with started(["generate", *model, *files, *options], rank_0_serves=serves) as ranks:
-        ended = [ranks.wait_for_end(rank) for rank in range(2)]
-    assert [end.status for end in ended] == [0, 0], ended
+    command = ["generate", *model, *files, *options]
+    with started(command, world_size, rank_0_serves=serves) as ranks:
+        ended = [ranks.wait_for_end(rank) for rank in range(world_size)]
+    assert not any(end.status for end in ended), ended
     return ended
 
 
@@ -34,7 +43,7 @@ def calibrated(
     folder: Path, monkeypatch: pytest.MonkeyPatch, *gigabytes: float, memory: float = 64e9
 ) -> None:
     found = hosts(*gigabytes, memory=memory)
-    costs = costs_of(folder / "costs.json", found, (0, 0), 2e-8, 1e-6)
+    costs = costs_of(folder / "costs.json", found, [0] * len(found), 2e-8, 1e-6)
     monkeypatch.setenv("TREE_ATTENTION_COSTS", str(costs))
 
 
@@ -106,6 +115,56 @@ def test_a_slow_process_is_left_out(
     one, both = written(tmp_path)
     assert both["world_size"] == 1
     assert both["weight_bytes_per_rank"] == one["weight_bytes_per_rank"]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("rates", "size"), [((60, 0.06, 60), 1), ((60, 60, 0.06, 0.06), 2), ((0.06, 0.06, 60, 60), 2)]
+)
+def test_several_are_left(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rates: tuple[float, ...],
+    size: int,
+) -> None:
+    """Also where a whole tensor group is left out."""
+    calibrated(tmp_path, monkeypatch, *rates)
+    options = "--shares", "auto", "--tensor-parallel-size", str(size)
+    ended = generate(checkpoint, tmp_path, *options, world_size=len(rates))
+    left_out = ["generate: this process is left out: " in end.stderr for end in ended]
+    assert left_out == [rate == 0.06 for rate in rates], ended
+    assert written(tmp_path)[1]["world_size"] == 2
+
+
+@pytest.mark.deep
+def test_the_first_process_ends_after_one_that_was_killed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left out, and serves the store for the other one."""
+    calibrated(tmp_path, monkeypatch, 0.06, 60)
+    model = "--model", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "7900"
+    with started(["generate", *model, "--shares", "auto"], rank_0_serves=True) as ranks:
+        ranks.wait_for_output(1, " ")
+        ranks.send(signal.SIGKILL, 1)
+        status, _, said = ranks.wait_for_end(0)
+    assert status == 1, said
+    assert "generate: no word for 30 s from rank 1, for which this process waits: " in said
+
+
+def test_a_rank_is_waited_for_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "_LOOK_SECONDS", 0.01)
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        with shares._counting(store, f"{shares._ALIVE}/3"):
+            store.set(f"{shares._ENDED}/2", "")
+            waits = pool.submit(shares._wait_for, store, [2, 3], 0.3)
+            time.sleep(0.5)
+            assert not waits.done()
+        with pytest.raises(ExchangeError, match="s from rank 3, for which this"):
+            waits.result(60)
+        store.set(f"{shares._ENDED}/3", "")
+        shares._wait_for(store, [2, 3], 0.3)
 
 
 def test_too_little_memory_names_rank_and_bytes(

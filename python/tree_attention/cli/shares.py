@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from ..shares import GivenShares
     from .world import World
 
-# A key in the store of all processes. With a rank's number appended: that rank needs it no longer.
-_ENDED = "tree_attention/generate/ended"
+# Keys in the store of all processes. With a rank's number appended: that rank needs it no longer,
+# and a number that grows while the rank runs.
+_ENDED, _ALIVE = "tree_attention/generate/ended", "tree_attention/generate/alive"
 _LOOK_SECONDS = 0.5
 
 
@@ -139,14 +141,15 @@ def _measured(
         report("generate", f"this process is left out: {group.advice}")
         yield None
         if world.rank == 0:  # which may serve the store
-            _wait_for(store, kept)
+            _wait_for(store, kept, arguments.timeout)
         return
     if world.rank == kept[0]:
         if left_out:
             report("generate", f"left out: {group.advice}")
         report("generate", said(others, shares, kept))
     try:
-        yield Part(_world_of(world, kept), made, shares.given(others.tensor_parallel_size))
+        with _counting(store, f"{_ALIVE}/{world.rank}"):
+            yield Part(_world_of(world, kept), made, shares.given(others.tensor_parallel_size))
     finally:
         store.set(f"{_ENDED}/{world.rank}", "")
 
@@ -157,6 +160,43 @@ def _world_of(world: World, kept: Sequence[int]) -> World:
     return World(kept.index(world.rank), len(kept), world.local_rank)
 
 
-def _wait_for(store: Any, ranks: Sequence[int]) -> None:
-    while not store.check([f"{_ENDED}/{rank}" for rank in ranks]):
+@contextmanager
+def _counting(store: Any, key: str) -> Iterator[None]:
+    """Counts up a key of the store all the time."""
+    own, ended = store.clone(), threading.Event()  # a wait in the other one would hold it up
+
+    def count() -> None:
+        with suppress(RuntimeError):  # a lost store, which the main thread says something of
+            while not ended.wait(_LOOK_SECONDS):
+                own.add(key, 1)
+
+    thread = threading.Thread(target=count, name="tree_attention.alive", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _wait_for(store: Any, ranks: Sequence[int], timeout: float) -> None:
+    """Returns when these ranks have ended.
+
+    Raises:
+        ExchangeError: some have neither ended nor counted for `timeout` seconds.
+    """
+    from ..exchange import ExchangeError, ranks_text
+
+    counts, silent = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0.0)
+    while running := [rank for rank in ranks if not store.check([f"{_ENDED}/{rank}"])]:
+        for rank in running:
+            count = store.add(f"{_ALIVE}/{rank}", 0)
+            # Of looks and not of a clock, which goes on while all processes are stopped.
+            silent[rank] = silent[rank] + _LOOK_SECONDS if count == counts[rank] else 0.0
+            counts[rank] = count
+        if lost := [rank for rank in running if silent[rank] > timeout]:
+            raise ExchangeError(
+                f"no word for {timeout:g} s from {ranks_text(lost)}, for which this process waits: "
+                "it was ended, or cannot be reached"
+            )
         time.sleep(_LOOK_SECONDS)
