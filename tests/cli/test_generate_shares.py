@@ -50,11 +50,7 @@ def calibrated(
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("shares", "weights", "least", "most"),
-    [
-        ("3,1", "split", 0.7, 0.85),
-        ("3,1", "replicated", 1, 1),
-        ("1,0", "split", 1, 1),  # the other process has what is not split, and takes part
-    ],
+    [("3,1", "split", 0.7, 0.85), ("3,1", "replicated", 1, 1)],
 )
 def test_parts_by_numbers(
     checkpoint: Path, tmp_path: Path, shares: str, weights: str, least: float, most: float
