@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import tree_attention.baselines as ring_module
-import tree_attention.decode_call as tree_module
+import tree_attention.decode as tree_module
 
 from ..simulation import Problem
 

@@ -93,7 +93,7 @@ def test_what_was_measured_is_in_the_results() -> None:
 ONE_WRONG_RANK = f"""
 import os, sys
 sys.path.insert(0, {str(PROGRAM.parent)!r})
-import long_context, tree_attention.decode_call as decode
+import long_context, tree_attention.decode as decode
 right = decode.lean_decode
 if os.environ["RANK"] == "1":
     decode.lean_decode = lambda q, k, v, *args, **options: right(q, k, -v, *args, **options)
