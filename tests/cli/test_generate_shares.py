@@ -4,7 +4,6 @@
 import json
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,19 +147,41 @@ def test_the_first_process_ends_after_one_that_was_killed(
     assert "generate: no word for 30 s from rank 1, for which this process waits: " in said
 
 
-def test_a_rank_is_waited_for_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "_LOOK_SECONDS", 0.01)
+class Counts:
+    """A store in which rank 3 counts until it has been looked at so many times."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.seen, self.ended = looks, 0, {f"{shares._ENDED}/2"}
+
+    def check(self, keys: list[str]) -> bool:
+        return self.ended.issuperset(keys)
+
+    def add(self, key: str, _: int) -> int:
+        assert key == f"{shares._ALIVE}/3"
+        self.seen += 1
+        return min(self.seen, self.looks)
+
+
+def test_a_rank_is_waited_for_while_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares.time, "sleep", lambda seconds: None)
+    store, looks = Counts(1000), int(30 / shares._LOOK_SECONDS)
+    with pytest.raises(ExchangeError, match="no word for 30 s from rank 3, for which this process"):
+        shares._wait_for(store, [2, 3], 30.0)
+    assert store.seen == 1000 + looks + 1
+    store.ended.add(f"{shares._ENDED}/3")
+    shares._wait_for(store, [2, 3], 30.0)
+
+
+def test_a_process_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "_LOOK_SECONDS", 0.001)
     store = dist.HashStore()
-    with ThreadPoolExecutor() as pool:
-        with shares._counting(store, f"{shares._ALIVE}/3"):
-            store.set(f"{shares._ENDED}/2", "")
-            waits = pool.submit(shares._wait_for, store, [2, 3], 0.3)
-            time.sleep(0.5)
-            assert not waits.done()
-        with pytest.raises(ExchangeError, match="s from rank 3, for which this"):
-            waits.result(60)
-        store.set(f"{shares._ENDED}/3", "")
-        shares._wait_for(store, [2, 3], 0.3)
+    with shares._counting(store, "alive"):
+        before = store.add("alive", 0)
+        while store.add("alive", 0) < before + 3:  # pytest's timeout ends it
+            time.sleep(0.001)
+    after = store.add("alive", 0)
+    time.sleep(0.01)
+    assert store.add("alive", 0) == after
 
 
 def test_too_little_memory_names_rank_and_bytes(

@@ -191,7 +191,7 @@ def _wait_for(store: Any, ranks: Sequence[int], timeout: float) -> None:
     while running := [rank for rank in ranks if not store.check([f"{_ENDED}/{rank}"])]:
         for rank in running:
             count = store.add(f"{_ALIVE}/{rank}", 0)
-            # Of looks and not of a clock, which goes on while all processes are stopped.
+            # Silence is counted in looks: a clock goes on while all are stopped (Ctrl-Z).
             silent[rank] = silent[rank] + _LOOK_SECONDS if count == counts[rank] else 0.0
             counts[rank] = count
         if lost := [rank for rank in running if silent[rank] > timeout]:

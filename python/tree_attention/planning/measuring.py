@@ -136,7 +136,8 @@ def _queries_and_keys(attention: Attention, numbers: Tensor) -> tuple[Tensor, Te
     """Operands of a new token whose keys and values are, together, as large as `numbers`."""
     heads, (key, value) = attention.kv_heads, attention.step
     slots = BF16 * numbers.numel() // _key_bytes(attention)
-    # Of many heads fewer keys, which no cache makes faster, so that a slow host is not waited for.
+    # With many heads a call reads fewer keys, so that the others do not wait long for a slow host.
+    # It then multiplies for longer than it reads, so keys that a cache holds make it no faster.
     slots = min(slots, _MOST_OPERATIONS // _operations(attention))
     k = numbers[: heads * slots * key].view(1, heads, slots, key)
     if attention.latent is None:
